@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -30,7 +30,7 @@ from benchmarks.blind.visits import PREDICTIONS, Asked, Step, measured
 from benchmarks.harness.rows import stored
 from tpengine.config import Config
 from tpengine.config.presets import preset_config
-from tpengine.simulate.machine import machine_named
+from tpengine.simulate.machine import Machine, machine_named
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,20 @@ def main(options: Options) -> int:
     Raises:
         ValueError: an unknown machine, preset or layout; a directory of other predictions.
     """
-    machine = machine_named(options.machine)
+    return stored(proof(options, machine_named(options.machine), Path(options.machine).name), options.out)
+
+
+def proof(options: Options, machine: Machine, said_machine: str) -> list[dict[str, Any]]:
+    """Predict, measure, print what is found; return a row for each layout with a step that counts.
+
+    Args:
+        options: all but the machine and where rows go.
+        machine: what predicts.
+        said_machine: its name in the rows.
+
+    Raises:
+        ValueError: an unknown preset or layout; a directory of other predictions.
+    """
     options.dir.mkdir(parents=True, exist_ok=True)
     seed = _seed_of(options)
     predictions = list(predicted(machine, _models(options, seed), options.ranks, options.global_batch, options.layouts))
@@ -95,7 +108,7 @@ def main(options: Options) -> int:
     )
     steps, counted = measured(asked, machine, predictions, digest)
     said = {
-        "machine_file": Path(options.machine).name,
+        "machine_file": said_machine,
         "device": options.device,
         "global_batch": options.global_batch,
         "seq_len": options.seq_len,
@@ -110,7 +123,7 @@ def main(options: Options) -> int:
     for line in verdict(rows, Counter(of.model for of in predictions)):
         print(line)
     print(machine_varied(steps, options.still))
-    return stored(rows, options.out)
+    return rows
 
 
 def _models(options: Options, seed: int) -> Mapping[str, Config]:

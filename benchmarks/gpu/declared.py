@@ -9,7 +9,7 @@ from typing import Any
 
 PHASES: Mapping[str, str] = {
     "a": "smoke: every kernel family once against its reference",
-    "b": "training steps of llama_1b",
+    "b": "training steps of llama_1b, and what the planner says of them",
     "c": "the tests that need a GPU, and architectures against transformers",
     "d": "matmul tiles tuned, against cuBLAS",
     "e": "attention against SDPA's backends",
@@ -18,6 +18,9 @@ PHASES: Mapping[str, str] = {
     "h": "the price of exact mode and of ZeRO",
     "i": "rows for the planner",
 }
+
+# Whether several ranks may share a GPU, as torch reads it.
+OVERLAPS = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 @dataclass(frozen=True)

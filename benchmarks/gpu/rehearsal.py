@@ -77,6 +77,8 @@ def small_cases(out: Path) -> list[Case]:
     sizes["direction"] = ["forward"]
     bars: dict[str, object] = {"depths": [16], "tokens": 6, "hidden": 24, "ranks": 2, "rounds": 1}
     bars["tiles"] = [[16, 16, 16, 2, 4, 1]]
+    # Of tiny products nothing says how fast the machine is.
+    few: dict[str, object] = {"repeats": 1, "most": 1, "still": 1e9}
     return [
         case("compile_for_sm_90", "kernels.operators:compile_for", False, ops=["adamw"]),
         case("operators", "kernels.operators:measure", True, ops=["rope"], **sizes),
@@ -89,6 +91,8 @@ def small_cases(out: Path) -> list[Case]:
         case("pulls", "kernels.protocol:pulls", True, ranks=2, calls=1, late=False),
         case("links", "planner:links", True, sizes_bytes=[64], ranks=[1], rounds=1),
         case("launches", "planner:launches", True, calls=1),
+        case("machine", "predictions:machine", False, passes=1, tiny=True),
+        case("layouts", "predictions:layouts", False, copy=folder, preset="tiny", seq_len=16, minutes=5.0, **few),
         case("train", "training:against_torch", False, preset="tiny", steps=1, layers=1, compiles=False),
     ]
 

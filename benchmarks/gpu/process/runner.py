@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from benchmarks.gpu.declared import Case
+from benchmarks.gpu.declared import OVERLAPS, Case
 from benchmarks.gpu.process.case import PASSED, WRONG
 from benchmarks.harness.revision import ROOT
 
@@ -33,7 +33,7 @@ _LONGEST_DYING_SECONDS = 20.0
 _TRACE_SECONDS = 2.0
 
 ENVIRONMENT: Mapping[str, str] = {
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",  # several ranks on one GPU
+    OVERLAPS: "1",  # several ranks on one GPU
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # co-located ranks have two streams each
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",

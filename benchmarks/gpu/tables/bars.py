@@ -16,6 +16,8 @@ _CUBLAS_MEDIAN, _CUBLAS_LEAST = 1.0, 0.9
 _HIDDEN = 0.95
 _HOST_US, _HOST_AIM_US = 60.0, 25.0
 _MFU_PERCENT = 45.0
+# Of a step that was predicted before it ran.
+_STEP = 0.1
 # Of bfloat16, over that of transformers in bfloat16.
 LARGEST_ERROR_RATIO = 1.5
 
@@ -65,6 +67,10 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     )
     ahead = [row["speedup_median_ratio"] for row in passed if row["case"] == "train/llama_1b/against_torch"]
     found.append(_judged("llama_1b ahead of torch.compile with fused AdamW", ahead, lambda r: r[0] > 1, max))
+    steps = [abs(row["predicted_over_measured_ratio"] - 1) for row in passed if str(row["case"]).startswith("blind/")]
+    found.append(
+        _judged(f"steps of layouts predicted within {_STEP:.0%}, at the worst", steps, lambda r: max(r) <= _STEP, max)
+    )
     # Their rows are wrong where the bar is missed.
     kls = [row["kl_over_limit_ratio"] for row in rows if "kl_over_limit_ratio" in row]
     errors = [row["error_over_transformers_ratio"] for row in rows if "error_over_transformers_ratio" in row]

@@ -1,8 +1,8 @@
 """A machine's file for `tpengine plan` and `tpengine advise`, from the planner's rows of a run on one GPU. No torch.
 
-What was measured takes the place of the data sheet's shares: products by size, copies within memory, the host's time of
-an operator. One GPU has no link to another, so links stay those of the data sheet. `python -m benchmarks.run machine
---device cuda` measures the engine's operators one by one, which takes longer.
+What was measured takes the place of the data sheet's shares: a layer's three products by size, attention and its
+gradient, copies within memory, the host's time of an operator. If the engine's operators were measured one by one (the
+case planner/machine), their rates are the file's. One GPU has no link to another, so links stay those of the sheet.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from typing import Any
 from benchmarks.gpu.tables.rows import PREFLIGHT, has_samples, results
 from benchmarks.harness.journal import read
 from tpengine.files import write_beside
-from tpengine.simulate.machine import MACHINES, Curve, Machine, machine_text
+from tpengine.simulate.machine import MACHINES, Curve, Machine, Measured, machine_of_text, machine_text
 
-MACHINE_FILE = "machine.toml"
+MACHINE_FILE, MACHINE_ROW = "machine.toml", "planner/machine"
+_DTYPE = "bfloat16"
+# What one GPU alone does not tell.
+_OF_THE_SHEET = ("within", "between", "ranks_per_node", "num_nodes", "memory_bytes", "chip_spread")
 # The operator whose start is timed: ours, through its registered form.
 _OPERATOR = "planner/launch/triton_norm"
 
@@ -53,18 +56,18 @@ def machine_like(gpu: str, memory_bytes: int) -> Machine | None:
 
 
 def machine_of_rows(rows: Iterable[Row], base: Machine) -> Machine | None:
-    """Return the machine with the measured rates; None without any product or copy.
+    """Return the machine with the measured rates; None without the row of planner/machine and any product or copy.
 
     Args:
         rows: results, of each name the last.
         base: the data sheet's, of which the rest stays.
     """
     counted = [row for row in rows if row.get("check") == "passed" and has_samples(row)]
-    matmul = _medians(
-        (2.0 * row["m"] * row["n"] * row["k"], row["ours_flops_per_second"])
-        for row in counted
-        if str(row["case"]).startswith("planner/matmul/")
-    )
+    measured = machine_in(counted)
+    if measured is not None:
+        return replace(measured, name=base.name, **{name: getattr(base, name) for name in _OF_THE_SHEET})
+    products = [row for row in counted if str(row["case"]).startswith("planner/matmul/")]
+    matmul = _medians((2.0 * row["m"] * row["n"] * row["k"], row["ours_flops_per_second"]) for row in products)
     # A copy reads and writes.
     copies = _medians(
         (2.0 * row["num_bytes"], 2.0 * row["within_bytes_per_second"])
@@ -74,16 +77,63 @@ def machine_of_rows(rows: Iterable[Row], base: Machine) -> Machine | None:
     if not matmul or not copies:
         return None
     starts = [1e-6 * row["host_us"] for row in counted if row["case"] == _OPERATOR]
-    peak = base.peak("bfloat16")
+    peak = base.peak(_DTYPE)
+    memory = Curve(tuple((size, rate / base.memory_bytes_per_s) for size, rate in copies))
+    attention, gradient = _attention(counted, peak) or (base.attention, base.attention_gradient)
     return replace(
         base,
-        source=f"{base.source}; products, copies and launches measured on one GPU",
+        source=f"{base.source}; products, attention, copies and launches measured on one GPU",
         matmul=Curve(tuple((flops, rate / peak) for flops, rate in matmul)),
-        memory=Curve(tuple((size, rate / base.memory_bytes_per_s) for size, rate in copies)),
+        attention=attention,
+        attention_gradient=gradient,
+        memory=memory,
         host_s_per_operator=starts[0] if starts else base.host_s_per_operator,
-        # The curve of products counts, not tiles.
+        # What products attain counts, not tiles.
         num_processors=0,
+        measured={_DTYPE: Measured(_products(products, base.memory_bytes_per_s, memory))},
     )
+
+
+def machine_in(rows: Iterable[Row]) -> Machine | None:
+    """Return the machine of which the engine's operators were measured one by one; None if none was."""
+    texts = [row["text"] for row in rows if row["case"] == MACHINE_ROW and row.get("check") == "passed"]
+    return machine_of_text(texts[-1], MACHINE_ROW) if texts else None
+
+
+def _products(rows: Iterable[Row], bytes_per_s: float, memory: Curve) -> dict[str, dict[int, Curve]]:
+    """Return what a layer's products attain, by tokens and elements of the weight.
+
+    Outputs and their inputs' gradients are torch's products. Weights' gradients are ours, [columns, tokens] @ [tokens,
+    inner], which are added to a sum in float32: read and written besides.
+    """
+    forward: dict[int, list[tuple[float, float]]] = {}
+    weights: dict[int, list[tuple[float, float]]] = {}
+    for row in rows:
+        m, n, k = row["m"], row["n"], row["k"]
+        forward.setdefault(m, []).append((float(n * k), row["torch_flops_per_second"]))
+        added_bytes = 2.0 * 4 * m * n
+        seconds = 2 * m * n * k / row["ours_flops_per_second"] + added_bytes / (bytes_per_s * memory.at(added_bytes))
+        weights.setdefault(k, []).append((float(m * n), 2 * m * n * k / seconds))
+    by_tokens, added = (
+        {tokens: Curve(tuple(_medians(points))) for tokens, points in of.items()} for of in (forward, weights)
+    )
+    return {"forward": by_tokens, "input_gradient": by_tokens, "weight_gradient": added}
+
+
+def _attention(rows: Sequence[Row], peak: float) -> tuple[Curve, float] | None:
+    """Return shares of the peak by operations, and what of it the gradient attains; None if either is not there."""
+    forward, backward = (
+        _medians(
+            (float(row["work_flops"]), row["tpkernels_flops_per_second"] / peak)
+            for row in rows
+            if str(row["case"]).startswith("kernels/attention/") and row["direction"] == direction
+        )
+        for direction in ("forward", "backward")
+    )
+    if not forward or not backward:
+        return None
+    shares = Curve(tuple(forward))
+    return shares, statistics.median(share / shares.at(flops) for flops, share in backward)
 
 
 def _medians(points: Iterable[tuple[float, float]]) -> Sequence[tuple[float, float]]:

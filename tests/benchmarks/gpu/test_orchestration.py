@@ -217,6 +217,8 @@ def test_what_decides_most_runs_first(tmp_path: Path) -> None:
     at_once = chosen(cases, seconds)
     first = [one.name for one in at_once[:5]]
     assert first == ["smoke/open_arena", "smoke/fused", "smoke/families", "train/own_step", "train/against_torch"]
+    # One call is enough for the planner's file and what it predicts.
+    assert {"planner/machine", "planner/layouts"} <= {one.name for one in chosen(cases, 60 * 7)}
     assert {one.phase for one in at_once} == set(PHASES)
     assert sum(one.seconds for one in cases) < 1.75 * seconds
     waiting, phases = cases, set[str]()
@@ -277,6 +279,8 @@ def test_bars_are_met_short_or_not_measured() -> None:
         {"case": "host/fused/gather/engine", "host_us": 70.0, "by_engine": True},
         {"case": "train/llama_1b", "mfu_percent": 44.0},
         {"case": "train/llama_1b/against_torch", "speedup_median_ratio": 1.2},
+        {"case": "blind/llama_1b: b 4 m 4", "predicted_over_measured_ratio": 1.04},
+        {"case": "blind/llama_1b: b 2 m 8", "predicted_over_measured_ratio": 0.88},
         {"case": "architectures/gpt2/float32", "kl_over_limit_ratio": 0.01},
         {"case": "architectures/gpt2/bfloat16", "error_over_transformers_ratio": 1.1},
         {"case": "architectures/qwen3/bfloat16", "error_over_transformers_ratio": 1.6, "check": "failed: 1.6 times"},
@@ -293,6 +297,7 @@ def test_bars_are_met_short_or_not_measured() -> None:
         ("short", "70"),
         ("short", "44"),
         ("met", "1.2"),
+        ("short", "0.12"),
         ("met", "0.01"),
         ("short", "1.6"),
     ]
