@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,3 +71,33 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
     return total
+
+
+class Gap(NamedTuple):
+    """When nothing ran between two kinds of kernels.
+
+    Attributes:
+        before, after: names.
+        total: length of all such gaps.
+        number: of them.
+    """
+
+    before: str
+    after: str
+    total: float
+    number: int
+
+
+def gaps(spans: Iterable[tuple[float, float, str]]) -> list[Gap]:
+    """Return the gaps between spans (begin, end, name) by the names on both sides, the longest in all first."""
+    total: dict[tuple[str, str], float] = {}
+    number = Counter[tuple[str, str]]()
+    last: tuple[float, str] | None = None
+    for begin, end, name in sorted(spans):
+        if last is not None and begin > last[0]:
+            sides = last[1], name
+            total[sides] = total.get(sides, 0.0) + begin - last[0]
+            number[sides] += 1
+        if last is None or end > last[0]:
+            last = end, name
+    return [Gap(*sides, total[sides], number[sides]) for sides in sorted(total, key=total.__getitem__, reverse=True)]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 from tpkernels.random import normal_block
 
-from benchmarks.gpu.cases.clock import covered, device_here, on_device, write
+from benchmarks.gpu.cases.clock import covered, device_here, gaps, on_device, write
 from benchmarks.harness.timing import Spread, interleave, paired_ratios, spread_fields
 from benchmarks.training.torch_model import LlamaStage
 from tpengine.config import Config
@@ -40,7 +40,7 @@ _MODULE = "benchmarks.gpu.cases.training"
 _FIRST_LOSS = 0.1
 # Of a loss in bfloat16; in float32 rounding explains far less.
 _SAME_LOSS = 5e-3
-_MOST_KERNELS = 12
+_MOST_KERNELS, _MOST_GAPS = 12, 8
 # With about a thousand under way, CUDA makes the host wait.
 _MOST_LAUNCHES = 800
 
@@ -324,6 +324,11 @@ def _profile(rows: Path, preset: str, own: OwnStep, step_seconds: float) -> None
         share = 100 * times[name] / max(busy_us, 1e-9)
         fields = {"kernel": name[:120], "kernel_us": times[name], "share_percent": share}
         write(rows, f"train/{preset}/kernel_{place}", fields)
+    # Of the recorded step, whose host is slower: they tell where the GPU waits, not for how long.
+    spans = [(event.time_range.start, event.time_range.end, event.name) for event in kernels]
+    for place, gap in enumerate(gaps(spans)[:_MOST_GAPS]):
+        fields = {"gap_us": gap.total, "num_gaps": gap.number, "before": gap.before[:120], "after": gap.after[:120]}
+        write(rows, f"train/{preset}/gap_{place}", fields)
 
 
 def _recorded(own: OwnStep) -> profile:

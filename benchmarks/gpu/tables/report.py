@@ -20,7 +20,7 @@ from benchmarks.harness.journal import read
 _COLUMNS = 150
 _STYLES = {"met": "green", "short": "red", "passed": "green", "wrong": "red", "crashed": "red", "hung": "red"}
 # Fields of a row that are among its figures: what is named, what is counted, what is measured.
-_TEXTS, _COUNTS = ("kernel", "what", "left_out"), "num_"
+_TEXTS, _COUNTS = ("kernel", "before", "after", "what", "left_out"), "num_"
 _UNITS = ("_us", "_percent", "_per_second", "_ratio", "_bytes")
 _SPREADS = ("_p20_", "_p80_")
 

@@ -21,7 +21,7 @@ import torch
 from support import ROOT, CountMutations
 from support.ranks.progress import run_program
 
-from benchmarks.gpu.cases.clock import covered
+from benchmarks.gpu.cases.clock import Gap, covered, gaps
 from benchmarks.gpu.cases.kernels import operators
 from benchmarks.gpu.declared import PHASES, Case, chosen
 from benchmarks.gpu.plan import cases_for
@@ -346,6 +346,12 @@ def test_training_needs_nothing_that_only_the_command_line_does(tmp_path: Path) 
 def test_a_device_is_busy_while_any_kernel_runs() -> None:
     assert covered([]) == 0
     assert covered([(5, 7), (0, 2), (1, 3), (1, 2), (7, 8)]) == 6
+
+
+def test_gaps_are_told_by_their_sides() -> None:
+    assert gaps([]) == []
+    spans = [(0, 4, "a"), (1, 2, "short"), (6, 7, "b"), (8, 9, "a"), (10, 11, "b"), (14, 15, "c"), (15, 16, "a")]
+    assert gaps(spans) == [Gap("a", "b", 3, 2), Gap("b", "c", 3, 1), Gap("b", "a", 1, 1)]
 
 
 def test_tests_are_a_case(tmp_path: Path) -> None:
