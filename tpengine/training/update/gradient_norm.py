@@ -72,17 +72,20 @@ class GradientNorm:
             place = place_of(piece)
             first_block = 0 if parts is None else parts[name].in_tensor.start // BLOCK
             self.owned.append((firsts[place] + first_block if exact else place, gradient))
+        self._places = torch.tensor([first for first, _ in self.owned], dtype=torch.int64, device=device)
         self._trees = _trees(num_blocks, firsts, device) if exact else ()
 
     def own(self) -> Tensor:
         """Return the squares that this rank answers for, float64 [num_figures]; the others are zero."""
         figures = torch.zeros(self.num_figures, dtype=torch.float64, device=self._device)
-        for first, gradient in self.owned:
-            if self._exact:
+        if self._exact:
+            for first, gradient in self.owned:
                 blocks = squares_of_blocks(gradient)
                 figures[first : first + len(blocks)] = blocks
-            else:
-                figures[first] = torch.linalg.vector_norm(gradient).double().square()
+        elif self.owned:
+            # All at once: a launch for each would make a GPU wait for the host.
+            norms = torch._foreach_norm([gradient for _, gradient in self.owned])
+            figures[self._places] = torch.stack(norms).double().square()
         return figures
 
     def squares(self, figures: Tensor) -> Tensor:
