@@ -1,8 +1,8 @@
 """The arena of a group whose exchanges are made by kernels: symmetric memory, control areas, generations, verdicts.
 
-It is to kernels what arena.py is to processes. Data moves inside kernels (fused/gather_kernel.py,
-fused/scatter_kernel.py) and by copy engines (copies.py). This file knows where everything lies, which generation a call
-uses, and how to tell the user what a kernel gave up waiting for. A rank's memory is its control area
+It is to kernels what arena.py is to processes. Data moves inside kernels (fused/kernels/gather_kernel.py,
+fused/kernels/scatter_kernel.py) and by copy engines (copies.py). This file knows where everything lies, which
+generation a call uses, and how to tell the user what a kernel gave up waiting for. A rank's memory is its control area
 (signals_kernel.py), then two generations of data. It is a GPU's memory, or shared memory of this host if kernels are
 interpreted.
 

@@ -5,8 +5,8 @@
     dw_i           = dy_i.T @ all_gather_tp(x);  db_i = sum over T of dy_i
 
 Forward is `gather_matmul`, and dx is its dual `matmul_scatter` (exchange_matmul.py); the kernel whose tiles wait for
-peers' rows is in gather_kernel.py. Here are the specification, the
-registration with torch.library and the public function.
+peers' rows is in kernels/gather_kernel.py. Here are the specification, the registration with torch.library and the
+public function.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from torch import Tensor
 from tpkernels.exchange.arena import CallMismatch, piece_of, shard_rows
 from tpkernels.exchange.copies import Copy, Fetch
 from tpkernels.exchange.device_arena import DeviceArena, shard_pieces
-from tpkernels.fused.gather_kernel import launch_fetch, launch_gather_matmul, launch_publish
-from tpkernels.fused.scatter_kernel import MOST_TERMS, launch_matmul_scatter
+from tpkernels.fused.kernels.gather_kernel import launch_fetch, launch_gather_matmul, launch_publish
+from tpkernels.fused.kernels.scatter_kernel import MOST_TERMS, launch_matmul_scatter
 from tpkernels.fused.strategy import Decision, is_for_engines, rows_that_fit
 from tpkernels.launch import cdiv
 from tpkernels.ops.matmul.kernel import launch_matmul

@@ -22,10 +22,11 @@ from support.ranks.rank_pool import RankPool
 from support.ranks.standstill import Standstill
 from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator
-from tpkernels.fused import on_device, scatter_kernel
-from tpkernels.fused import slots as slots_module
+from tpkernels.fused import on_device
 from tpkernels.fused import strategy as fused_strategy
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
+from tpkernels.fused.kernels import scatter_kernel
+from tpkernels.fused.kernels import slots as slots_module
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
 
 pytest.importorskip("triton")

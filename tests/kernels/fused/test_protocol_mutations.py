@@ -170,76 +170,82 @@ class Mutation(NamedTuple):
 
 MUTATIONS = {
     "tiles do not wait for the copy": Mutation(
-        ("fused.gather_kernel", "wait_for_epoch"),
+        ("fused.kernels.gather_kernel", "wait_for_epoch"),
         skipped,
         late=("exchange.copies", "has_published"),
         check=first_wrong_gather,
         until=Standstill.until_own_kernel_waits,
     ),
     "programs that fetch do not wait": Mutation(
-        ("fused.gather_kernel", "wait"),
+        ("fused.kernels.gather_kernel", "wait"),
         skipped,
         late=("fused.on_device", "launch_publish"),
         check=first_wrong_gather,
         strategy="fetch",
     ),
     "tiles do not wait for what is pushed": Mutation(
-        ("fused.gather_kernel", "wait"),
+        ("fused.kernels.gather_kernel", "wait"),
         skipped,
         late=("fused.on_device", "launch_gather_matmul"),
         check=first_wrong_gather,
         strategy="push",
     ),
     "sums do not wait": Mutation(
-        ("fused.scatter_kernel", "wait"),
+        ("fused.kernels.scatter_kernel", "wait"),
         skipped,
         late=("fused.on_device", "launch_matmul_scatter"),
         check=first_wrong_sum,
     ),
     "nobody is told of partial sums": Mutation(
-        ("fused.scatter_kernel", "notify"), skipped, late=("fused.scatter_kernel", "claim"), check=first_wrong_sum
+        ("fused.kernels.scatter_kernel", "notify"),
+        skipped,
+        late=("fused.kernels.scatter_kernel", "claim"),
+        check=first_wrong_sum,
     ),
     "partial sums are announced early": Mutation(
-        ("fused.scatter_kernel", "count_done"), early, late=("fused.scatter_kernel", "claim"), check=first_wrong_sum
+        ("fused.kernels.scatter_kernel", "count_done"),
+        early,
+        late=("fused.kernels.scatter_kernel", "claim"),
+        check=first_wrong_sum,
     ),
     "tiles before a program's last are not counted": Mutation(
-        ("fused.scatter_kernel", "_count"),
+        ("fused.kernels.scatter_kernel", "_count"),
         Counts(lambda nth, total: [nth] if nth == total - 1 else []),
-        late=("fused.scatter_kernel", "claim"),
+        late=("fused.kernels.scatter_kernel", "claim"),
         check=first_wrong_sum,
     ),
     "a program's last tile is not counted": Mutation(
-        ("fused.scatter_kernel", "_count"),
+        ("fused.kernels.scatter_kernel", "_count"),
         Counts(lambda nth, total: [nth] if nth < total - 1 else []),
-        late=("fused.scatter_kernel", "claim"),
+        late=("fused.kernels.scatter_kernel", "claim"),
         check=first_wrong_sum,
     ),
     "tiles are counted before they are stored": Mutation(
-        ("fused.scatter_kernel", "_count"),
+        ("fused.kernels.scatter_kernel", "_count"),
         Counts(lambda nth, total: range(nth + (nth > 0), min(nth + 2, total))),
-        late=("fused.scatter_kernel", "finish"),
+        late=("fused.kernels.scatter_kernel", "finish"),
         check=first_wrong_sum,
     ),
     "a tile that was drawn is lost": Mutation(
-        ("fused.scatter_kernel", "claim"),
+        ("fused.kernels.scatter_kernel", "claim"),
         without_the_second,
-        late=("fused.scatter_kernel", "finish"),
+        late=("fused.kernels.scatter_kernel", "finish"),
         check=first_wrong_sum,
     ),
     "a tile waits for another split": Mutation(
-        ("fused.scatter_kernel", "arrived_line"),
+        ("fused.kernels.scatter_kernel", "arrived_line"),
         first_split,
-        late=("fused.scatter_kernel", "notify"),
+        late=("fused.kernels.scatter_kernel", "notify"),
         check=first_wrong_sum,
     ),
     "a scatter beside a gather does not wait until the generation is free": Mutation(
-        ("fused.scatter_kernel", "wait_for_epoch"),
+        ("fused.kernels.scatter_kernel", "wait_for_epoch"),
         skipped,
-        late=("fused.scatter_kernel", "add_own"),
+        late=("fused.kernels.scatter_kernel", "add_own"),
         check=first_wrong_beside,
     ),
     "the call after a gather beside a scatter does not meet": Mutation(
-        ("fused.scatter_kernel", "end_launch"),
+        ("fused.kernels.scatter_kernel", "end_launch"),
         without_meeting,
         late=("exchange.copies", "has_published"),
         check=first_wrong_beside,
@@ -253,7 +259,7 @@ MUTATIONS = {
     "calls of one generation do not meet": Mutation(
         ("symmetric.signals_kernel", "barrier"),
         skipped,
-        late=("fused.scatter_kernel", "add_own"),
+        late=("fused.kernels.scatter_kernel", "add_own"),
         check=first_wrong_sum,
     ),
 }
@@ -355,7 +361,8 @@ def noticed_in_turns(name: str, seed: int, directory: str) -> str:
     """What this rank notices of a change, or of none, where programs take turns."""
     from support.kernels.compiled import CACHE_VARIABLE, modules_of
     from support.kernels.turns import Turns
-    from tpkernels.fused import on_device, scatter_kernel
+    from tpkernels.fused import on_device
+    from tpkernels.fused.kernels import scatter_kernel
 
     changed = IN_TURNS.get(name, InTurns(()))
     comm, said = kernel_communicator(dist.group.WORLD, "fused", ARENA_BYTES, seed), ""
@@ -391,7 +398,7 @@ def said_of_a_peer_that_gave_up(directory: str, is_told: bool) -> str:
     has ended the launch, and rank 1 has raised its flag. So nobody polls while the group is poisoned.
     """
     from support.kernels.turns import Turns
-    from tpkernels.fused import scatter_kernel
+    from tpkernels.fused.kernels import scatter_kernel
     from tpkernels.symmetric import signals_kernel
 
     comm, said = kernel_communicator(dist.group.WORLD, "fused", ARENA_BYTES), ""

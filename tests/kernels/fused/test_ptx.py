@@ -23,7 +23,7 @@ from support.ranks.rank_pool import RankPool
 
 pytest.importorskip("triton")
 
-from tpkernels.fused import gather_kernel, scatter_kernel, slots
+from tpkernels.fused.kernels import gather_kernel, scatter_kernel, slots
 from tpkernels.launch import observed
 from tpkernels.symmetric import signals_kernel, wait_kernels
 
@@ -139,7 +139,7 @@ def _broken_kernels(old: str, new: str) -> dict[str, Any]:
     broken = {
         name: source.replace(old, new)
         .replace("tpkernels.symmetric.signals_kernel import", "{signals_kernel} import")
-        .replace("tpkernels.fused.slots import", "{slots} import")
+        .replace("tpkernels.fused.kernels.slots import", "{slots} import")
         for name, source in sources.items()
     }
     every = [item for module in modules_of(broken).values() for item in vars(module).items()]

@@ -14,7 +14,7 @@ Which keys a query sees: the last query of a document is aligned with its last k
 with a window of w it sees w keys back, its own included (without causal also as many forward). Documents packed into
 one sequence do not see each other. A query that sees no key has y = 0, and gradients of 0.
 
-Kernels are in forward.py and backward.py, the specification in reference.py. On a CPU there are two host paths: whole
+Kernels are in forward.py and gradient/, the specification in reference.py. On a CPU there are two host paths: whole
 causal sequences use host_attention.py's blocks; all else is written out, 128 queries at a time. float64, and float32
 with heads of more than 128 columns, is written out on a GPU too, because there are no kernels for it.
 
@@ -33,8 +33,8 @@ from torch import Tensor
 
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.launch import INTERPRETED, accumulation_dtype, by_triton
-from tpkernels.ops.attention.backward import launch_attention_backward
 from tpkernels.ops.attention.forward import launch_attention
+from tpkernels.ops.attention.gradient.backward import launch_attention_backward
 from tpkernels.ops.attention.host import AttentionDropout, causal_attention
 from tpkernels.ops.attention.problem import Options, Sides, Tables
 from tpkernels.ops.attention.reference import attention_backward_on_host, attention_on_host
@@ -268,7 +268,7 @@ def attention(
 
     Cost: 4*B*H*S*S'*E flops forward, half of it if causal, 3.5 times that backward (2.5 are needed); keeps q, k, v, y
     and the log-sum-exp, B*H*S float32. If there are few keys, a group's query heads are divided into parts, and dk and
-    dv take a float32 copy for each part (backward.py).
+    dv take a float32 copy for each part (gradient/backward.py).
     Numerics: scores, softmax and sums in float32, probabilities rounded to v's dtype for their product with v; float32
     products are not reduced to tf32. No atomics: equal bits from run to run. On a CPU all in float32, except plain
     causal 16-bit attention, which is torch's.

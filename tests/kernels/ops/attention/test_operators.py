@@ -23,8 +23,8 @@ from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype, every_
 from torch import Tensor
 from tpkernels.launch import INTERPRETED, Target, observed
 from tpkernels.ops.attention import attention, attention_qkv
-from tpkernels.ops.attention.backward import launch_attention_backward
 from tpkernels.ops.attention.forward import launch_attention
+from tpkernels.ops.attention.gradient.backward import launch_attention_backward
 from tpkernels.ops.attention.host import AttentionDropout
 from tpkernels.ops.attention.operator import (
     attention_backward_op,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused.configs import exchange_config, launch_options
-from tpkernels.fused.slots import add_own, num_own_parts
+from tpkernels.fused.kernels.slots import add_own, num_own_parts
 from tpkernels.launch import INTERPRETED, cdiv, jit, num_processors, target_of, tl
 from tpkernels.ops.matmul.epilogue import finish, rounded
 from tpkernels.ops.matmul.kernel import Operand, num_parts

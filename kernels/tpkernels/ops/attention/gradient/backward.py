@@ -20,7 +20,8 @@ from torch import Tensor
 
 from tpkernels.launch import LOG2_E, cdiv, jit, run, target_of, tl
 from tpkernels.ops.attention.configs import KEY_GRADIENT, QUERY_GRADIENT, config_of, takes_several_heads
-from tpkernels.ops.attention.key_gradient import key_gradient_kernel
+from tpkernels.ops.attention.gradient.key_gradient import key_gradient_kernel
+from tpkernels.ops.attention.gradient.query_gradient import query_gradient_kernel
 from tpkernels.ops.attention.problem import (
     Options,
     Sides,
@@ -30,7 +31,6 @@ from tpkernels.ops.attention.problem import (
     num_blocks,
     sizes,
 )
-from tpkernels.ops.attention.query_gradient import query_gradient_kernel
 from tpkernels.ops.attention.rotation import rotated
 
 # Programs that occupy every processor of today's largest GPUs. With fewer, a group's query heads are divided.
