@@ -71,7 +71,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
     {
         name: _benchmark(name, module, description)
         for name, module, description in (
-            ("advise", "pipeline.advise", "CPU seconds of tpengine advise for 8, 32 and 1,024 GPUs"),
+            ("advise", "planner.advise", "CPU seconds of tpengine advise for 8, 32 and 1,024 GPUs"),
             (
                 "attention",
                 "kernels.host_attention",
@@ -79,7 +79,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             (
                 "blind",
-                "blind.command",
+                "planner.blind.command",
                 "steps that advise predicts from a machine's file, hashed before they are measured",
             ),
             (
@@ -99,7 +99,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             (
                 "diagnose",
-                "diagnosis.command",
+                "planner.diagnosis.command",
                 "faults put into real runs: are they named, and what their removal brings",
             ),
             (
@@ -134,7 +134,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             (
                 "machine",
-                "machine.command",
+                "planner.machine.command",
                 "a machine's file for plan and advise, from microbenchmarks",
             ),
             (
@@ -149,7 +149,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             (
                 "published",
-                "pipeline.published",
+                "planner.published",
                 "predicted steps and memory of runs that others published, against what they measured",
             ),
             (

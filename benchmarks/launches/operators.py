@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from tpkernels.exchange.copies import HostCopies
 from tpkernels.exchange.device_arena import CONTROL_BYTES, DeviceArena
-from tpkernels.fused.gather_kernel import launch_fetch, launch_gather_matmul, launch_publish
-from tpkernels.fused.scatter_kernel import launch_matmul_scatter
-from tpkernels.fused.slots import launch_sum_slots
+from tpkernels.fused.kernels.gather_kernel import launch_fetch, launch_gather_matmul, launch_publish
+from tpkernels.fused.kernels.scatter_kernel import launch_matmul_scatter
+from tpkernels.fused.kernels.slots import launch_sum_slots
 from tpkernels.launch import cdiv
 from tpkernels.ops.activation import launch_activation, launch_activation_backward
 from tpkernels.ops.adamw import launch_adamw_
-from tpkernels.ops.attention.backward import launch_attention_backward
 from tpkernels.ops.attention.forward import launch_attention
+from tpkernels.ops.attention.gradient.backward import launch_attention_backward
 from tpkernels.ops.attention.problem import Options, Sides, Tables
 from tpkernels.ops.cross_entropy.kernel import launch_cross_entropy_gradient_, launch_cross_entropy_partials
 from tpkernels.ops.dropout_kernel import launch_dropout

@@ -24,9 +24,9 @@ from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused import on_device
 from tpkernels.fused.configs import exchange_config
-from tpkernels.fused.gather_kernel import launch_gather_matmul
-from tpkernels.fused.scatter_kernel import launch_matmul_scatter
-from tpkernels.fused.slots import launch_sum_slots
+from tpkernels.fused.kernels.gather_kernel import launch_gather_matmul
+from tpkernels.fused.kernels.scatter_kernel import launch_matmul_scatter
+from tpkernels.fused.kernels.slots import launch_sum_slots
 from tpkernels.fused.strategy import decide
 from tpkernels.launch import cdiv, target_of
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.blind.command import Options as BlindOptions
-from benchmarks.blind.command import proof
 from benchmarks.gpu.cases.clock import device_here, write
 from benchmarks.gpu.tables.machine_file import MACHINE_ROW, machine_in
 from benchmarks.gpu.tables.rows import results
 from benchmarks.harness.journal import append, read
-from benchmarks.machine.command import Options as MachineOptions
-from benchmarks.machine.command import measured_machine
+from benchmarks.planner.blind.command import Options as BlindOptions
+from benchmarks.planner.blind.command import proof
+from benchmarks.planner.machine.command import Options as MachineOptions
+from benchmarks.planner.machine.command import measured_machine
 from tpengine.simulate.machine import machine_text
 
 _ROW_OF_LAYOUTS = "planner/layouts"

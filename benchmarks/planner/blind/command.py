@@ -24,10 +24,10 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from benchmarks.blind.predictions import drawn_model, predicted, written
-from benchmarks.blind.verdict import machine_varied, row_of, table, verdict
-from benchmarks.blind.visits import PREDICTIONS, Asked, Step, measured
 from benchmarks.harness.rows import stored
+from benchmarks.planner.blind.predictions import drawn_model, predicted, written
+from benchmarks.planner.blind.verdict import machine_varied, row_of, table, verdict
+from benchmarks.planner.blind.visits import PREDICTIONS, Asked, Step, measured
 from tpengine.config import Config
 from tpengine.config.presets import preset_config
 from tpengine.simulate.machine import Machine, machine_named

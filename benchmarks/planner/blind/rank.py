@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from benchmarks.harness import resident_memory
 from benchmarks.harness.allocations import Allocations
-from benchmarks.machine.clock import clock_of
-from benchmarks.machine.products import reference_seconds
-from benchmarks.machine.sizes import sizes_of
+from benchmarks.planner.machine.clock import clock_of
+from benchmarks.planner.machine.products import reference_seconds
+from benchmarks.planner.machine.sizes import sizes_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.training.trainer import Trainer

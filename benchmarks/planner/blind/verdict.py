@@ -10,10 +10,10 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from benchmarks.blind.predictions import Prediction
-from benchmarks.blind.visits import Step
 from benchmarks.harness.rows import make_row
 from benchmarks.harness.timing import PASSED, Spread, spread_fields
+from benchmarks.planner.blind.predictions import Prediction
+from benchmarks.planner.blind.visits import Step
 from tpengine.distributed.local_ranks import THREADS_PER_RANK
 
 # What must be reached: errors of the step at the median and at worst, and what the first row may lose.

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.blind.predictions import Prediction
 from benchmarks.harness.journal import append, read
 from benchmarks.harness.timing import rotation
-from benchmarks.machine.sizes import sizes_of
+from benchmarks.planner.blind.predictions import Prediction
+from benchmarks.planner.machine.sizes import sizes_of
 from tpengine.config import Config
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.layout.step_plan import dtype_bytes
@@ -96,7 +96,7 @@ def measured(
     uncounted = [of for of in predictions if asked.is_counted and of.name not in counted]
     if wanted or uncounted:
         file = reference_by_file(machine, asked.device, predictions[0].config.train.dtype)
-        with Ranks(asked.num_ranks, "benchmarks.blind.rank:Member") as ranks:
+        with Ranks(asked.num_ranks, "benchmarks.planner.blind.rank:Member") as ranks:
             for row in _found(asked, ranks, wanted, uncounted, file, end):
                 # Above the number of ranks something else computes too.
                 row |= {"predictions": digest, "load": os.getloadavg()[0]}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.diagnosis.faults import PROFILED, Fault
+from benchmarks.planner.diagnosis.faults import PROFILED, Fault
 from tpengine.advice.diagnose import Fault as Verdict
 from tpengine.advice.diagnose.changes import changed
 from tpengine.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, validate

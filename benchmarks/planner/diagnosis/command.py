@@ -22,11 +22,11 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.diagnosis.cases import Case, all_cases
-from benchmarks.diagnosis.faults import Fault
-from benchmarks.diagnosis.table import WITH, WITHOUT, is_disturbed, row_of, table, verdict
 from benchmarks.harness.journal import append, read
 from benchmarks.harness.rows import stored
+from benchmarks.planner.diagnosis.cases import Case, all_cases
+from benchmarks.planner.diagnosis.faults import Fault
+from benchmarks.planner.diagnosis.table import WITH, WITHOUT, is_disturbed, row_of, table, verdict
 from tpengine.advice.diagnose import Fault as Verdict
 from tpengine.advice.diagnose import diagnose
 from tpengine.advice.diagnose.changes import changed
@@ -81,7 +81,7 @@ def _visited(options: Options, cases: Sequence[Case]) -> list[dict[str, Any]]:
         left = [case for case in cases if case.num_ranks == num_ranks and next_side(case, visits, options.rounds)]
         if not left or time.monotonic() > end:
             continue
-        with Ranks(num_ranks, "benchmarks.diagnosis.member:Member") as ranks:
+        with Ranks(num_ranks, "benchmarks.planner.diagnosis.member:Member") as ranks:
             for case in left:
                 while (side := next_side(case, visits, options.rounds)) and time.monotonic() <= end:
                     visit = _visit(ranks, options.dir / _RUNS, case, side, visits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from benchmarks.diagnosis.faults import Fault, run_with
+from benchmarks.planner.diagnosis.faults import Fault, run_with
 from tpengine.config import Config
 
 

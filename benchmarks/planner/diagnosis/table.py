@@ -9,9 +9,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from benchmarks.diagnosis.cases import Case
 from benchmarks.harness.rows import make_row
 from benchmarks.harness.timing import PASSED
+from benchmarks.planner.diagnosis.cases import Case
 from tpengine.advice.diagnose import Fault as Verdict
 from tpengine.distributed.local_ranks import THREADS_PER_RANK
 

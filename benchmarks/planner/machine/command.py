@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 
-from benchmarks.machine.sizes import TINY, sizes_of
+from benchmarks.planner.machine.sizes import TINY, sizes_of
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.files import write_beside
 from tpengine.simulate.machine import Curve, Link, Machine, Measured, machine_text
@@ -72,7 +72,7 @@ def measured_machine(options: Options) -> Machine:
         raise ValueError(f"--device cuda needs a GPU: torch {torch.__version__} sees none: use --device cpu")
     sizes = TINY if options.tiny else sizes_of(options.device)
     num_ranks = 1 if is_gpu else options.ranks
-    with Ranks(num_ranks, "benchmarks.machine.rank:Member", options.device, sizes) as ranks:
+    with Ranks(num_ranks, "benchmarks.planner.machine.rank:Member", options.device, sizes) as ranks:
         passes = [_measured(ranks, options.dtypes) for _ in range(options.passes)]
     found = _of_each(passes, statistics.median)
     rates, copies, host = (found[name] for name in ("rates", "copies", "host"))

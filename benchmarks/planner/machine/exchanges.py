@@ -14,7 +14,7 @@ from tpkernels.exchange.mailbox import Mailbox
 from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
 from tpkernels.ops.matmul.host import PreparedMatrix, product
 
-from benchmarks.machine.clock import Clock, usual
+from benchmarks.planner.machine.clock import Clock, usual
 from tpengine.distributed.groups import SUM_ARENA_BYTES
 
 Points = list[tuple[float, float]]

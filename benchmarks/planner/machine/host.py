@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from benchmarks.machine.clock import Clock
+from benchmarks.planner.machine.clock import Clock
 from tpengine.layers.attention import Attention
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.mlp import SwiGLU

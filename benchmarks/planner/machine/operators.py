@@ -13,7 +13,7 @@ from torch import Tensor
 from tpkernels import work
 from tpkernels.ops.attention.host import causal_attention
 
-from benchmarks.machine.clock import Clock
+from benchmarks.planner.machine.clock import Clock
 from tpengine.config import OptimConfig
 from tpengine.layers.attention import Scores, attend
 from tpengine.layers.collectives import Communicator

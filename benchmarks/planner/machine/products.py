@@ -10,7 +10,7 @@ from torch import Tensor
 from tpkernels.ops.matmul.host import PreparedMatrix, product
 from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 
-from benchmarks.machine.clock import Clock
+from benchmarks.planner.machine.clock import Clock
 
 # Of a difference between two times; a curve has no zero.
 _LEAST_SHARE = 0.01

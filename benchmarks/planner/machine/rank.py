@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import resident_memory
-from benchmarks.machine.clock import Clock, clock_of, host_clock_of
-from benchmarks.machine.exchanges import fused_rates, message_seconds, sum_rates
-from benchmarks.machine.host import seconds_per_action, seconds_per_operator
-from benchmarks.machine.operators import operator_rates, update_rates
-from benchmarks.machine.products import cold_shares, prepare_rates, product_rates
-from benchmarks.machine.sizes import Sizes
+from benchmarks.planner.machine.clock import Clock, clock_of, host_clock_of
+from benchmarks.planner.machine.exchanges import fused_rates, message_seconds, sum_rates
+from benchmarks.planner.machine.host import seconds_per_action, seconds_per_operator
+from benchmarks.planner.machine.operators import operator_rates, update_rates
+from benchmarks.planner.machine.products import cold_shares, prepare_rates, product_rates
+from benchmarks.planner.machine.sizes import Sizes
 from tpengine.distributed.local_ranks import THREADS_PER_RANK
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.blind.predictions import Prediction, chosen, drawn_model
-from benchmarks.blind.verdict import machine_varied, row_of, verdict
-from benchmarks.blind.visits import Asked, Step, machine_speed, measured, reference_by_file
 from benchmarks.harness.journal import append
-from benchmarks.machine.sizes import sizes_of
+from benchmarks.planner.blind.predictions import Prediction, chosen, drawn_model
+from benchmarks.planner.blind.verdict import machine_varied, row_of, verdict
+from benchmarks.planner.blind.visits import Asked, Step, machine_speed, measured, reference_by_file
+from benchmarks.planner.machine.sizes import sizes_of
 from benchmarks.run import main
 from tpengine.advice.question import Question
 from tpengine.config.presets import preset_config

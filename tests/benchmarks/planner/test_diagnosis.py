@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.diagnosis.cases import Case, all_cases, paced_config
-from benchmarks.diagnosis.command import next_side, settings_of
-from benchmarks.diagnosis.faults import Fault
-from benchmarks.diagnosis.table import row_of, verdict
+from benchmarks.planner.diagnosis.cases import Case, all_cases, paced_config
+from benchmarks.planner.diagnosis.command import next_side, settings_of
+from benchmarks.planner.diagnosis.faults import Fault
+from benchmarks.planner.diagnosis.table import row_of, verdict
 from benchmarks.run import main
 from tpengine.advice.diagnose import Fault as Verdict
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from support.ranks.rank_pool import RankPool
 
-from benchmarks.blind.predictions import drawn_model, predicted
-from benchmarks.machine.clock import Clock
-from benchmarks.machine.command import _of_each, _rising
-from benchmarks.machine.exchanges import message_seconds, sum_rates
-from benchmarks.machine.products import cold_shares
+from benchmarks.planner.blind.predictions import drawn_model, predicted
+from benchmarks.planner.machine.clock import Clock
+from benchmarks.planner.machine.command import _of_each, _rising
+from benchmarks.planner.machine.exchanges import message_seconds, sum_rates
+from benchmarks.planner.machine.products import cold_shares
 from benchmarks.run import main
 from tpengine.config.presets import preset_config
 from tpengine.simulate.machine import Curve, read_machine

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pipeline.published import Scored, summary
+from benchmarks.planner.published import Scored, summary
 from benchmarks.run import main
 
 

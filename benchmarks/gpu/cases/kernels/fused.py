@@ -13,8 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from tpkernels.exchange.copies import HostCopies
 from tpkernels.exchange.device_arena import DeviceArena
-from tpkernels.fused import scatter_kernel
-from tpkernels.fused.gather_kernel import launch_publish
+from tpkernels.fused.kernels import scatter_kernel
+from tpkernels.fused.kernels.gather_kernel import launch_publish
 from tpkernels.ops.matmul.configs import MatmulConfig
 from tpkernels.symmetric.signals import PeerError
 

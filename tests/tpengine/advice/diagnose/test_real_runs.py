@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from support.ranks.rank_pool import RankPool
 
-from benchmarks.diagnosis.cases import Case, all_cases, paced_config
-from benchmarks.diagnosis.command import settings_of
-from benchmarks.diagnosis.faults import Fault, run_with
-from benchmarks.diagnosis.table import NAMED_FROM
+from benchmarks.planner.diagnosis.cases import Case, all_cases, paced_config
+from benchmarks.planner.diagnosis.command import settings_of
+from benchmarks.planner.diagnosis.faults import Fault, run_with
+from benchmarks.planner.diagnosis.table import NAMED_FROM
 from tpengine.advice.diagnose import Diagnosis, diagnose
 from tpengine.advice.diagnose import Fault as Verdict
 from tpengine.advice.diagnose.changes import changed
