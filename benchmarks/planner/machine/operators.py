@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tpkernels import work
+from tpkernels import attention, work
 from tpkernels.ops.attention.host import causal_attention
 
 from benchmarks.planner.machine.clock import Clock
@@ -32,7 +32,12 @@ _NUMBER = 3
 
 
 def operator_rates(
-    clock: Clock, dtype: torch.dtype, sizes: Sequence[tuple[int, int]], seqs: Sequence[int], host_s: float
+    clock: Clock,
+    dtype: torch.dtype,
+    sizes: Sequence[tuple[int, int]],
+    seqs: Sequence[int],
+    heads: int,
+    host_s: float,
 ) -> Points:
     """Return rates by operator: (bytes of a call, bytes per second); attention (tokens, operations per second).
 
@@ -40,7 +45,7 @@ def operator_rates(
         clock: times calls.
         dtype: of the activations.
         sizes: (tokens, width), small to large.
-        seqs: lengths of sequences.
+        seqs, heads: lengths of sequences, and the number of their heads.
         host_s: the host's time of an operator.
     """
     found: Points = {}
@@ -57,7 +62,7 @@ def operator_rates(
 
     for names, case in _cases(clock.device, dtype).items():
         measure(names, case)
-    _attention(clock, dtype, seqs, found)
+    _attention(clock, dtype, seqs, heads, found)
     for name, points in found.items():
         found[name] = sorted(dict(points).items())
     return found
@@ -118,23 +123,19 @@ def _cases(device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], Ca
     }
 
 
-def _attention(clock: Clock, dtype: torch.dtype, seqs: Sequence[int], found: Points) -> None:
+def _attention(clock: Clock, dtype: torch.dtype, seqs: Sequence[int], heads: int, found: Points) -> None:
     """Add attention by length of sequence; and the rotation, which is what is left of the layer's own function."""
-    device, heads, head_size = clock.device, 4, _HEAD_SIZE
+    device, head_size = clock.device, _HEAD_SIZE
     tokens = max(seqs)
     for seq in seqs:
         batch = tokens // seq
-        shape = (batch, heads, seq, head_size)
+        core = _core(device, batch, heads, seq, head_size)
 
         def qkv(tokens: int = batch * seq) -> Tensor:
             return torch.randn(tokens, 3 * heads * head_size, device=device).to(dtype).requires_grad_()
 
         def run(x: Tensor, seq: int = seq) -> Tensor:
             return attend(x, heads, heads, seq, Scores(), None)
-
-        def core(x: Tensor, shape: tuple[int, ...] = shape) -> Tensor:
-            q, k, v = x.view(3, *shape).unbind()
-            return causal_attention(q, k, v)
 
         whole, inner = (clock.of_graph(qkv, of, _NUMBER) for of in (run, core))
         for name, of, seconds in zip(
@@ -152,16 +153,32 @@ def _attention(clock: Clock, dtype: torch.dtype, seqs: Sequence[int], found: Poi
         found[name] = [(found.pop(f"{name}_all")[0][0], rates[len(rates) // 2])]
 
 
-def update_rates(clock: Clock, sizes: Sequence[int]) -> Points:
-    """Return the rates of AdamW's step and of clearing gradients, in float32, by bytes of all elements."""
+def _core(device: torch.device, batch: int, heads: int, seq: int, head_size: int) -> Callable[[Tensor], Tensor]:
+    """Return attention without the rotation, as the engine calls it on a device."""
+
+    def on_host(x: Tensor) -> Tensor:
+        q, k, v = x.view(3, batch, heads, seq, head_size).unbind()
+        return causal_attention(q, k, v)
+
+    def by_kernels(x: Tensor) -> Tensor:
+        q, k, v = x.view(3, batch, seq, heads, head_size).unbind()
+        return attention(q, k, v)
+
+    return on_host if device.type == "cpu" else by_kernels
+
+
+def update_rates(clock: Clock, dtype: torch.dtype, sizes: Sequence[int]) -> Points:
+    """Return the rates of AdamW's step on weights of a dtype, and of clearing gradients, by bytes of all elements."""
     found: Points = {"adamw": [], "zero": []}
+    wide = torch.promote_types(dtype, torch.float32)
+    item, copied = wide.itemsize, dtype.itemsize if dtype != wide else 0
     for numel in sizes:
-        weights = {"w": torch.zeros(numel, device=clock.device)}
-        gradients = {"w": torch.ones(numel, device=clock.device)}
+        weights = {"w": torch.zeros(numel, device=clock.device, dtype=dtype)}
+        gradients = {"w": torch.ones(numel, device=clock.device, dtype=wide)}
         optimizer = AdamW(weights, gradients, ["w"], OptimConfig())
-        num_bytes = work.adamw_work(numel, 4).memory_bytes
+        num_bytes = work.adamw_work(numel, item, copied).memory_bytes
         seconds = clock.of_call([lambda optimizer=optimizer: optimizer.step(1e-3, 2)])  # type: ignore[misc]
         found["adamw"].append((float(num_bytes), num_bytes / seconds))
         seconds = clock.of_call([gradients["w"].zero_])
-        found["zero"].append((4.0 * numel, 4.0 * numel / seconds))
+        found["zero"].append((float(item * numel), item * numel / seconds))
     return found

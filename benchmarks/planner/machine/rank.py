@@ -40,7 +40,7 @@ class Member:
         found = self._of_micro_batches(clock, of)
         if clock.device.type == "cpu":
             found["operators"]["prepare"] = prepare_rates(clock, of, sizes.prepared)
-        found["operators"] |= update_rates(clock, sizes.updated)
+        found["operators"] |= update_rates(clock, of, sizes.updated)
         return found
 
     def cached_rates(self, dtype: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Member:
         host_s = seconds_per_operator(clock) if clock.device.type == "cpu" else 0.0
         return {
             "products": product_rates(clock, dtype, sizes.rows, sizes.matrices),
-            "operators": operator_rates(clock, dtype, sizes.operators, sizes.seqs, host_s),
+            "operators": operator_rates(clock, dtype, sizes.operators, sizes.seqs, sizes.heads, host_s),
         }
 
     def copies(self) -> list[tuple[float, float]]:

@@ -17,6 +17,7 @@ class Sizes:
     cycled_bytes: tuple[int, ...] = (1 << 21, 1 << 22, 1 << 23, 1 << 24, 1 << 25, 1 << 26)
     operators: tuple[tuple[int, int], ...] = ((32, 256), (128, 384), (512, 512), (1024, 1024))
     seqs: tuple[int, ...] = (32, 64, 128, 256, 512)
+    heads: int = 4
     prepared: tuple[int, ...] = (128, 512, 1024)
     updated: tuple[int, ...] = (100_000, 1_000_000, 8_000_000)
     copied_bytes: tuple[int, ...] = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
@@ -43,6 +44,8 @@ GPU = Sizes(
     cycled_bytes=(1 << 23, 1 << 24, 1 << 25, 1 << 26, 1 << 27, 1 << 28),
     operators=((512, 1024), (2048, 2048), (8192, 4096)),
     seqs=(256, 1024, 2048, 4096),
+    # So that every processor has some.
+    heads=32,
     updated=(1_000_000, 100_000_000),
     copied_bytes=(1 << 20, 1 << 26, 1 << 29),
 )
@@ -63,6 +66,7 @@ TINY = Sizes(
     cycled_bytes=(512, 1024),
     operators=((4, 8), (8, 16)),
     seqs=(4, 8),
+    heads=2,
     prepared=(8,),
     updated=(64,),
     copied_bytes=(64, 256),

@@ -6,9 +6,10 @@ Sizes are tiny and no time is asserted. What only a GPU checks: that one is meas
 from __future__ import annotations
 
 import statistics
+import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -16,9 +17,10 @@ import torch
 from support.ranks.rank_pool import RankPool
 
 from benchmarks.planner.blind.predictions import drawn_model, predicted
-from benchmarks.planner.machine.clock import Clock
+from benchmarks.planner.machine.clock import Clock, DeviceClock, LaunchClock
 from benchmarks.planner.machine.command import _of_each, _rising
 from benchmarks.planner.machine.exchanges import message_seconds, sum_rates
+from benchmarks.planner.machine.operators import _core, operator_rates, update_rates
 from benchmarks.planner.machine.products import cold_shares
 from benchmarks.run import main
 from tpengine.config.presets import preset_config
@@ -81,6 +83,57 @@ def test_shares_of_memorys_cost_are_those_of_matrices_in_turns() -> None:
     assert found == [(512.0, 1.0)] and numbers == [1, 1, 2]
 
 
+class Event:
+    """An event of CUDA that writes down what happens."""
+
+    happened: ClassVar[list[str]] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.happened.append("record")
+
+    def synchronize(self) -> None:
+        self.happened.append("wait")
+
+    def elapsed_time(self, end: Event) -> float:
+        return 10.0
+
+
+def test_what_runs_on_a_gpu_and_its_host_have_clocks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events stand around the call behind work that lasts while the host starts it; the host's clock does not wait."""
+    cpu, happened = torch.device("cpu"), Event.happened
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: happened.append("cover"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("wait"))
+    assert DeviceClock(cpu, 0.0, 4)._timed(lambda: happened.append("call"), (), is_cold=False) == 0.010
+    assert happened == ["cover", "record", "call", "record", "wait"]
+    happened.clear()
+    times = iter([1.0, 1.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: (happened.append("look"), next(times))[1])
+    assert LaunchClock(cpu, 0.0, 4)._timed(lambda: happened.append("call"), (), is_cold=False) == 0.5
+    assert happened == ["wait", "look", "call", "look", "wait"]
+
+
+def test_every_kernel_that_a_gpu_would_time_runs(interpreters: RankPool) -> None:
+    """Interpreted: attention and AdamW of another dtype are other functions there than on a CPU."""
+    assert interpreters.run(rates_by_kernels, 1) == [True]
+
+
+def rates_by_kernels() -> bool:
+    """Whether the engine's operators, as on a GPU, have rates; attention is that of the host."""
+    clock, dtype = Clock(torch.device("cpu"), 0.0, 4), torch.float32
+    found = operator_rates(clock, dtype, [(4, 8), (8, 16)], [16], 2, 0.0) | update_rates(clock, torch.bfloat16, [64])
+    qkv = torch.randn(16, 3 * 2 * 64)
+    core = [_core(torch.device(kind), 1, 2, 16, 64) for kind in ("cuda", "cpu")]
+    by_kernels = core[0](qkv)
+    q, k, v = (x.transpose(1, 2) for x in qkv.view(3, 1, 16, 2, 64).unbind())
+    by_host = core[1](torch.stack([q, k, v]).reshape(16, -1))
+    assert torch.allclose(by_kernels, by_host.transpose(1, 2), atol=1e-5)
+    return {*OPERATORS} - {"prepare"} <= found.keys()
+
+
 def test_sums_are_timed_cold_and_messages_as_they_come(ranks: RankPool) -> None:
     assert ranks.run(evictions, 2) == [(0, 10), (0, 10)]
 
@@ -115,6 +168,7 @@ def test_a_mistake_is_one_line_before_anything_is_measured(
     assert rule in said and said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_three_ranks_share_rows_that_they_do_not_divide(tmp_path: Path) -> None:
     out = tmp_path / "m.toml"
     assert main(["machine", "--tiny", "--passes", "1", "--ranks", "3", "--out", str(out)]) == 0
