@@ -30,7 +30,7 @@ class Member:
         """Build a run, and take a step that does not count."""
         self._trainer = None
         gc.collect()
-        self._trainer, self._step = Trainer(config, open_corpus(config), torch.device(config.device)), 0
+        self._trainer, self._step = Trainer(config, open_corpus(config), _device(config.device)), 0
         self.step()
 
     def step(self) -> float:
@@ -49,7 +49,7 @@ class Member:
         self._trainer = None
         gc.collect()
         with Allocations() as counted:
-            trainer = Trainer(config, open_corpus(config), torch.device(config.device))
+            trainer = Trainer(config, open_corpus(config), _device(config.device))
             trainer.train_step(0)
             with counted.here():
                 trainer.train_step(1)
@@ -58,5 +58,10 @@ class Member:
     def reference(self, device: str, dtype: str) -> list[float]:
         """Return the seconds of the products of reference, which all ranks multiply at the same time."""
         sizes = sizes_of(device)
-        clock = clock_of(torch.device(device), sizes.seconds, sizes.evicting_bytes)
+        clock = clock_of(_device(device), sizes.seconds, sizes.evicting_bytes)
         return reference_seconds(clock, getattr(torch, dtype), sizes.references)
+
+
+def _device(kind: str) -> torch.device:
+    """Return the device of the only rank on a GPU; tensors of a step name it with its number."""
+    return torch.device("cuda", 0) if kind == "cuda" else torch.device(kind)
