@@ -1,7 +1,7 @@
 """Rung: host; the interpreter for Liger's kernels. What is timed is right, nothing wrong gets a number.
 
-Sizes are tiny and no time is asserted. Only a GPU shows that its clock, peak memory, Liger's norms and torch's
-attention backends work as called; here the order of what its clock records is checked on events that are not real.
+Sizes are tiny and no time is asserted. Only a GPU shows that peak memory, Liger's norms and torch's attention backends
+work as called.
 """
 
 from __future__ import annotations
@@ -10,13 +10,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import geometric_mean
@@ -24,15 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import ROOT
-from support.ranks.progress import finish
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 
 from benchmarks.harness.shapes import Model
 from benchmarks.kernels import command as kernels
 from benchmarks.kernels import measure as kernel_measure
-from benchmarks.kernels import timing as kernel_timing
 from benchmarks.kernels.cases import attention as kernel_attention
 from benchmarks.kernels.cases.cases import (
     CASES,
@@ -45,14 +36,13 @@ from benchmarks.kernels.cases.cases import (
     Case,
     Ceiling,
     Contestant,
-    Draw,
     Shape,
 )
 from benchmarks.kernels.cases.cases import cases_of as real_cases_of
 from benchmarks.kernels.check import Findings, check
 from benchmarks.kernels.measure import Measured
 from benchmarks.kernels.plot import write_plot
-from benchmarks.kernels.timing import CudaClock, HostClock, Operands, Timed, measure_ceilings
+from benchmarks.kernels.timing import measure_ceilings
 from benchmarks.run import main
 
 TINY = Model("tiny", 64, 4, 2, 16, 48, 96)
@@ -312,191 +302,3 @@ def test_a_plot_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["kernels", "--plot", "plot.png"]) == 2
     assert "pip install 'tpengine[plot]'" in capsys.readouterr().err
-
-
-def test_what_one_contestant_overwrites_the_next_has_again() -> None:
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def spoiled(x: Tensor) -> Tensor:
-        class Spoil(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                seen.append((x.detach().clone(), slopes[0].clone()))
-                y = 2 * x
-                x.detach().zero_()
-                return y
-
-            @staticmethod
-            def backward(ctx: Any, dy: Tensor) -> Tensor:
-                dy.zero_()
-                return torch.zeros_like(dy)
-
-        return Spoil.apply(x)
-
-    inputs, slopes = {"x": Draw(SHAPE, 0).normal(3, 4)}, [torch.ones(3, 4)]
-    before = inputs["x"].detach().clone()
-    contestants = [Contestant(spoiled, overwrites=("x",), overwrites_slopes=True), Contestant(spoiled)]
-    operands = Operands(inputs, slopes, contestants)
-    for contestant in contestants:
-        for direction in DIRECTIONS:
-            Timed(contestant, operands, direction, "cpu").seconds()
-    assert len(seen) == 6
-    for x, slope in seen:
-        assert torch.equal(x, before) and torch.equal(slope, torch.ones(3, 4))
-
-
-def test_a_backward_pass_has_a_graph_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is built outside the measured time, in the contestant's context."""
-    happened: list[str] = []
-
-    class Clock(HostClock):
-        def seconds(self, call: Callable[[], object]) -> float:
-            happened.append("timed")
-            return super().seconds(call)
-
-    class Entered:
-        def __enter__(self) -> None:
-            happened.append("enter")
-
-        def __exit__(self, *_: object) -> None:
-            happened.append("leave")
-
-    def function(x: Tensor) -> Tensor:
-        happened.append("forward")
-        return x.square()
-
-    monkeypatch.setattr(kernel_timing, "HostClock", Clock)
-    operands = Operands({"x": torch.ones(3, requires_grad=True)}, [torch.ones(3)], [])
-    for direction, order in (
-        ("forward", ["enter", "timed", "forward", "leave"]),
-        ("backward", ["enter", "forward", "timed", "leave"]),
-    ):
-        happened.clear()
-        timed = Timed(Contestant(function, context=Entered), operands, direction, "cpu")
-        timed.seconds()
-        timed.seconds()
-        assert happened == 2 * order
-
-
-def test_a_short_call_is_called_several_times_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def function(x: Tensor) -> Tensor:
-        calls.append(1)
-        return x
-
-    for seconds, expected in ((19e-6, 10), (21e-6, 1)):
-        monkeypatch.setattr(HostClock, "seconds", lambda self, call, s=seconds: (call(), s)[1])
-        timed = Timed(Contestant(function), Operands({"x": torch.ones(1)}, [], []), "forward", "cpu")
-        timed.warm_up()
-        calls.clear()
-        assert timed.seconds() == pytest.approx(seconds) and len(calls) == expected
-
-
-def test_the_clock_of_a_gpu_flushes_before_it_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's time decides how often: 25 ms of launching behind flushes of 10 ms."""
-    happened: list[str] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            happened.append("record")
-
-        def synchronize(self) -> None:
-            happened.append("wait")
-
-        def elapsed_time(self, end: Event) -> float:
-            return 10.0
-
-    class Buffer:
-        def zero_(self) -> None:
-            happened.append("flush")
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(kernel_timing, "flush_buffer", Buffer)
-    clock = CudaClock()
-    times = iter([1.0, 1.025])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
-    clock.learn(lambda: None)
-    happened.clear()
-    assert clock.seconds(lambda: happened.append("call")) == 0.010
-    assert happened == [*["flush"] * 5, "record", "call", "record", "wait"]
-
-
-def test_ceilings_are_measured() -> None:
-    ceilings = measure_ceilings("cpu", torch.float32, samples=1)
-    assert set(ceilings) == {"copy", "matmul"} and all(speed > 0 for speed in ceilings.values())
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone of this repository whose working tree is this one's, so that worktrees come and go elsewhere."""
-    if shutil.which("git") is None or not (ROOT / ".git").exists():
-        pytest.skip("needs git and its repository")
-    clone = tmp_path_factory.mktemp("repository") / "clone"
-    subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(clone)], check=True)
-    for directory in ("benchmarks", "kernels", "tpengine"):
-        ignored = shutil.ignore_patterns("__pycache__", "results")
-        shutil.copytree(ROOT / directory, clone / directory, dirs_exist_ok=True, ignore=ignored)
-    return clone
-
-
-def started(clone: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.run", "kernels", "--models", "llama3_8b", "--seqs", "8", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(clone / "kernels")}
-    return subprocess.Popen(
-        command, cwd=clone, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def num_worktrees(clone: Path) -> int:
-    command = ["git", "-C", str(clone), "worktree", "list", "--porcelain"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return done.stdout.count("worktree ")
-
-
-@pytest.mark.slow
-def test_a_revision_is_compared_with_the_working_tree(clone: Path, tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    options = ["--op", "norm", "--rounds", "2", "--direction", "both", "--against", "HEAD", "--out", str(out)]
-    process = started(clone, *options)
-    printed, errors = finish(process)
-    assert process.returncode == 0, errors
-    head = subprocess.run(["git", "-C", str(clone), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    for row in rows_of(out):
-        assert row["contestants"] == ["revision", "working_tree"] and row["ours"] == "working_tree"
-        assert row["against"] == head[:12] and row["working_tree_speedup_over_revision_median_ratio"] > 0
-    assert "working_tree" in printed and num_worktrees(clone) == 1
-
-
-@pytest.mark.slow
-def test_a_revision_without_the_operator_is_refused(clone: Path) -> None:
-    """A commit that holds a tpkernels with an empty __init__.py alone."""
-
-    def git(*arguments: str, given: str = "") -> str:
-        command = ["git", "-C", str(clone), "-c", "user.name=nobody", "-c", "user.email=nobody", *arguments]
-        return subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout.strip()
-
-    entry = f"100644 blob {git('hash-object', '-w', '--stdin')}\t__init__.py"
-    for name in ("tpkernels", "kernels"):
-        entry = f"040000 tree {git('mktree', given=entry)}\t{name}"
-    commit = git("commit-tree", git("mktree", given=entry), "-m", "no operators")
-    process = started(clone, "--op", "norm", "--against", commit)
-    _, errors = finish(process)
-    assert process.returncode == 2, errors
-    assert f"error: --against {commit}: tpkernels has no operator norm" in errors and errors.count("\n") == 1
-    assert num_worktrees(clone) == 1
-
-
-@pytest.mark.slow
-def test_ctrl_c_removes_the_worktree(clone: Path) -> None:
-    process = started(clone, "--op", "norm", "--rounds", "1000000", "--against", "HEAD")
-    assert process.stdout is not None and "no GPU" in process.stdout.readline()  # both processes have answered
-    assert num_worktrees(clone) == 2
-    process.send_signal(signal.SIGINT)
-    _, errors = finish(process)
-    assert process.returncode == 130, errors
-    assert num_worktrees(clone) == 1 and "Traceback" not in errors
