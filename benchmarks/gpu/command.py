@@ -8,7 +8,8 @@ of a run that was cut.
     DIR/rows.jsonl     a row for each result, and two for each case: that it started, and how it ended
     DIR/log.txt        everything that cases printed
     DIR/report.txt     the tables
-    DIR/machine.toml   the GPU for tpengine advise, of the planner's rows
+    DIR/machine.toml   the GPU for tpengine advise
+    DIR/layouts/       predictions of llama_1b's layouts, and what their steps took
     DIR/<gpu>.json     tuned tiles, a copy of what the operators read from then on (kernels/tpkernels/tuned)
 
 This process imports neither torch nor what a GPU machine may lack. The exit code is 0, also if results are wrong: the

@@ -92,7 +92,7 @@ def small_cases(out: Path) -> list[Case]:
         case("links", "planner:links", True, sizes_bytes=[64], ranks=[1], rounds=1),
         case("launches", "planner:launches", True, calls=1),
         case("machine", "predictions:machine", False, passes=1, tiny=True),
-        case("layouts", "predictions:layouts", False, copy=folder, preset="tiny", seq_len=16, minutes=5.0, **few),
+        case("layouts", "predictions:layouts", False, out=folder, preset="tiny", seq_len=16, minutes=5.0, **few),
         case("train", "training:against_torch", False, preset="tiny", steps=1, layers=1, compiles=False),
     ]
 

@@ -297,9 +297,7 @@ def test_a_faster_machine_takes_less_time_and_the_same_memory(capsys: pytest.Cap
     gpu, _, same = predicted(capsys, "llama_1b", "--machine", "h200")
     assert gpu < core / 100 and same == peaks
     last = schedule(capsys, "--preset", "llama-1b", "--machine", "h200")[-1]
-    assert last.endswith(
-        "a bfloat16 model at the rates of h200 (data sheet, and shares from published microbenchmarks)"
-    )
+    assert last.endswith("a bfloat16 model at the rates of h200 (data sheet, and shares from microbenchmarks)")
 
 
 def test_a_configuration_is_read_and_options_win(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

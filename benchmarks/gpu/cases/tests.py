@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from benchmarks.harness.journal import append
 
 _REASON_CHARACTERS = 300
+# Why tests skip where there is none.
+_WANTS_A_GPU = re.compile("needs a (CUDA )?GPU")
 
 
 class _Reports:
@@ -23,6 +26,7 @@ class _Reports:
         if report.when != "call" and report.passed:
             return
         self.counts[report.outcome] += 1
+        self.counts["blind"] += report.skipped and _WANTS_A_GPU.search(str(report.longrepr)) is not None
         if report.failed:
             lines = [line for line in report.longreprtext.splitlines() if line.startswith("E")] or [report.longreprtext]
             reason = " ".join(" ".join(lines).split())[:_REASON_CHARACTERS]
@@ -46,9 +50,11 @@ def run(rows: Path, paths: Sequence[str], chosen: str) -> int:
     counts = {f"num_{outcome}": number for outcome, number in sorted(reports.counts.items())}
     num_failed, num_ran = reports.counts["failed"], reports.counts["passed"] + reports.counts["failed"]
     check = f"failed: {num_failed} of the {num_ran} tests that ran" if num_failed else "passed"
+    if num_blind := reports.counts["blind"]:
+        check = f"failed: {num_blind} tests see no GPU"
     if not num_ran:
         check = "failed: no test ran"
     append(rows, {"case": f"tests/{'+'.join(Path(path).stem for path in paths)}", "check": check, **counts})
     if not num_ran:
         raise RuntimeError(f"no test ran: {counts or 'none was found'}")
-    return int(num_failed > 0)
+    return int(check != "passed")

@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.gpu.tables.rows import PREFLIGHT, has_samples, results
 from benchmarks.harness.journal import read
 from tpengine.files import write_beside
-from tpengine.simulate.machine import MACHINES, Curve, Machine, Measured, machine_of_text, machine_text
+from tpengine.simulate.machine import MACHINES, Curve, Machine, Measured, machine_of_values, machine_text
 
 MACHINE_FILE, MACHINE_ROW = "machine.toml", "planner/machine"
 _DTYPE = "bfloat16"
@@ -56,7 +56,7 @@ def machine_like(gpu: str, memory_bytes: int) -> Machine | None:
 
 
 def machine_of_rows(rows: Iterable[Row], base: Machine) -> Machine | None:
-    """Return the machine with the measured rates; None without the row of planner/machine and any product or copy.
+    """Return the machine with the measured rates; None without planner/machine, and without products or copies.
 
     Args:
         rows: results, of each name the last.
@@ -65,7 +65,13 @@ def machine_of_rows(rows: Iterable[Row], base: Machine) -> Machine | None:
     counted = [row for row in rows if row.get("check") == "passed" and has_samples(row)]
     measured = machine_in(counted)
     if measured is not None:
-        return replace(measured, name=base.name, **{name: getattr(base, name) for name in _OF_THE_SHEET})
+        return replace(
+            measured,
+            name=base.name,
+            source=f"{measured.source}; links, memory and other dtypes of the data sheet",
+            flops_per_s={**base.flops_per_s, **measured.flops_per_s},
+            **{name: getattr(base, name) for name in _OF_THE_SHEET},
+        )
     products = [row for row in counted if str(row["case"]).startswith("planner/matmul/")]
     matmul = _medians((2.0 * row["m"] * row["n"] * row["k"], row["ours_flops_per_second"]) for row in products)
     # A copy reads and writes.
@@ -79,7 +85,7 @@ def machine_of_rows(rows: Iterable[Row], base: Machine) -> Machine | None:
     starts = [1e-6 * row["host_us"] for row in counted if row["case"] == _OPERATOR]
     peak = base.peak(_DTYPE)
     memory = Curve(tuple((size, rate / base.memory_bytes_per_s) for size, rate in copies))
-    attention, gradient = _attention(counted, peak) or (base.attention, base.attention_gradient)
+    attention, gradient = _attention(counted, base) or (base.attention, base.attention_gradient)
     return replace(
         base,
         source=f"{base.source}; products, attention, copies and launches measured on one GPU",
@@ -96,8 +102,8 @@ def machine_of_rows(rows: Iterable[Row], base: Machine) -> Machine | None:
 
 def machine_in(rows: Iterable[Row]) -> Machine | None:
     """Return the machine of which the engine's operators were measured one by one; None if none was."""
-    texts = [row["text"] for row in rows if row["case"] == MACHINE_ROW and row.get("check") == "passed"]
-    return machine_of_text(texts[-1], MACHINE_ROW) if texts else None
+    values = [row["machine"] for row in rows if row["case"] == MACHINE_ROW and row.get("check") == "passed"]
+    return machine_of_values(values[-1], MACHINE_ROW) if values else None
 
 
 def _products(rows: Iterable[Row], bytes_per_s: float, memory: Curve) -> dict[str, dict[int, Curve]]:
@@ -120,8 +126,12 @@ def _products(rows: Iterable[Row], bytes_per_s: float, memory: Curve) -> dict[st
     return {"forward": by_tokens, "input_gradient": by_tokens, "weight_gradient": added}
 
 
-def _attention(rows: Sequence[Row], peak: float) -> tuple[Curve, float] | None:
-    """Return shares of the peak by operations, and what of it the gradient attains; None if either is not there."""
+def _attention(rows: Sequence[Row], base: Machine) -> tuple[Curve, float] | None:
+    """Return shares of the peak by operations, and what of it the gradient attains; None if either is not there.
+
+    Of fewer operations than were measured the data sheet's shares hold: they do not fill the processors.
+    """
+    peak = base.peak(_DTYPE)
     forward, backward = (
         _medians(
             (float(row["work_flops"]), row["tpkernels_flops_per_second"] / peak)
@@ -132,7 +142,8 @@ def _attention(rows: Sequence[Row], peak: float) -> tuple[Curve, float] | None:
     )
     if not forward or not backward:
         return None
-    shares = Curve(tuple(forward))
+    fewest = forward[0][0]
+    shares = Curve((*(point for point in base.attention.points if point[0] < fewest), *forward))
     return shares, statistics.median(share / shares.at(flops) for flops, share in backward)
 
 

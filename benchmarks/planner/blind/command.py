@@ -25,7 +25,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from benchmarks.harness.rows import stored
-from benchmarks.planner.blind.predictions import drawn_model, predicted, written
+from benchmarks.planner.blind.predictions import drawn_model, fits, predicted, written
 from benchmarks.planner.blind.verdict import machine_varied, row_of, table, verdict
 from benchmarks.planner.blind.visits import PREDICTIONS, Asked, Step, measured
 from tpengine.config import Config
@@ -93,7 +93,8 @@ def proof(options: Options, machine: Machine, said_machine: str) -> list[dict[st
     """
     options.dir.mkdir(parents=True, exist_ok=True)
     seed = _seed_of(options)
-    predictions = list(predicted(machine, _models(options, seed), options.ranks, options.global_batch, options.layouts))
+    every = predicted(machine, _models(options, seed), options.ranks, options.global_batch, options.layouts)
+    predictions = [of for of in every if fits(of, machine)]
     digest = written(options.dir / PREDICTIONS, predictions, seed)
     print(f"{len(predictions)} layouts predicted: {options.dir / PREDICTIONS}, SHA-256 {digest}", flush=True)
     asked = Asked(
@@ -117,10 +118,17 @@ def proof(options: Options, machine: Machine, said_machine: str) -> list[dict[st
     of_layout: dict[str, list[Step]] = {}
     for step in steps:
         of_layout.setdefault(step.layout, []).append(step)
-    every = [row_of(of, of_layout.get(of.name, []), options.still, counted.get(of.name), said) for of in predictions]
-    rows = [row for row in every if row is not None]
+    number = Counter(of.model for of in predictions)
+    found = [
+        row_of(
+            *(of, of_layout.get(of.name, []), options.still, counted.get(of.name)),
+            said | {"num_layouts": number[of.model]},
+        )
+        for of in predictions
+    ]
+    rows = [row for row in found if row is not None]
     Console(width=170).print(table(rows))
-    for line in verdict(rows, Counter(of.model for of in predictions)):
+    for line in verdict(rows, number):
         print(line)
     print(machine_varied(steps, options.still))
     return rows

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tpengine.advice.candidates import Candidate, candidates, shapes
-from tpengine.advice.question import Question
+from tpengine.advice.question import ALLOCATOR_SHARE, Question
 from tpengine.advice.sheets.sheet import Sheet
 from tpengine.config import Config, ModelConfig, validate
 from tpengine.files import write_beside
@@ -56,6 +56,11 @@ def predicted(
             sheet = Sheet.of(layout.config(question), machine)
             peaks = tuple(rank.peak_bytes for rank in sheet.timeline.ranks)
             yield Prediction(name, sheet.config, layout.words(), sheet.seconds, peaks)
+
+
+def fits(of: Prediction, machine: Machine) -> bool:
+    """Return whether a layout fits the machine's memory, where that is known, beside what the allocator needs."""
+    return not machine.memory_bytes or max(of.peak_bytes) <= (1 - ALLOCATOR_SHARE) * machine.memory_bytes
 
 
 def drawn_model(seed: int) -> ModelConfig:

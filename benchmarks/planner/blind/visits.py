@@ -25,7 +25,7 @@ from benchmarks.harness.timing import rotation
 from benchmarks.planner.blind.predictions import Prediction
 from benchmarks.planner.machine.sizes import sizes_of
 from tpengine.config import Config
-from tpengine.distributed.local_ranks import Ranks
+from tpengine.distributed.local_ranks import Ranks, RanksFailed
 from tpengine.layout.step_plan import dtype_bytes
 from tpengine.simulate.machine import Machine
 
@@ -96,14 +96,18 @@ def measured(
     uncounted = [of for of in predictions if asked.is_counted and of.name not in counted]
     if wanted or uncounted:
         file = reference_by_file(machine, asked.device, predictions[0].config.train.dtype)
-        with Ranks(asked.num_ranks, "benchmarks.planner.blind.rank:Member") as ranks:
-            for row in _found(asked, ranks, wanted, uncounted, file, end):
-                # Above the number of ranks something else computes too.
-                row |= {"predictions": digest, "load": os.getloadavg()[0]}
-                append(journal, row)
-                rows.append(row)
-            if time.monotonic() > end:
-                print("time is up: the same command goes on", flush=True)
+        try:
+            with Ranks(asked.num_ranks, "benchmarks.planner.blind.rank:Member") as ranks:
+                for row in _found(asked, ranks, wanted, uncounted, file, end):
+                    # Above the number of ranks something else computes too.
+                    row |= {"predictions": digest, "load": os.getloadavg()[0]}
+                    append(journal, row)
+                    rows.append(row)
+        except RanksFailed as error:
+            # What was measured before is told.
+            print(error, flush=True)
+        if time.monotonic() > end:
+            print("time is up: the same command goes on", flush=True)
     steps = [
         Step(row["layout"], seconds, (before, after))
         for row in rows

@@ -20,8 +20,10 @@ from torch import Tensor
 
 # Calls that are timed of each case, at least.
 FEWEST_CALLS = 3
-# For so long a GPU is kept busy while the host starts a call: half a millisecond.
-_COVER_CYCLES = 1_000_000
+# How long a GPU is kept busy while the host starts a call: half as long again as the last one took, within these.
+_COVER_SECONDS = (2e-4, 5e-3)
+# Above any GPU's clock, by which its waiting is counted.
+_CYCLES_PER_SECOND = 2.5e9
 
 
 def usual(seconds: Sequence[float]) -> float:
@@ -126,15 +128,24 @@ class Clock:
 
 
 class DeviceClock(Clock):
-    """The GPU's time of calls, by events; a GPU that waited for the host would count the host's time."""
+    """The GPU's time of calls, by events; a GPU that waited for the host would count the host's time.
+
+    So it is kept busy until the host has started the call. The first call of each case, which compiles, does not count.
+    """
+
+    def __init__(self, device: torch.device, seconds: float, evicting_bytes: int) -> None:
+        super().__init__(device, seconds, evicting_bytes)
+        self._cover_s = _COVER_SECONDS[0]
 
     def _seconds(self, call: Callable[[], object]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_COVER_CYCLES)
+        torch.cuda._sleep(int(self._cover_s * _CYCLES_PER_SECOND))
         begin.record()
-        call()
+        host_s = super()._seconds(call)
         end.record()
         end.synchronize()
+        least, most = _COVER_SECONDS
+        self._cover_s = min(most, max(least, 1.5 * host_s))
         return begin.elapsed_time(end) / 1e3
 
 

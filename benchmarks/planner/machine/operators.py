@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tpkernels import attention, work
+from tpkernels import work
 from tpkernels.ops.attention.host import causal_attention
 
 from benchmarks.planner.machine.clock import Clock
+from benchmarks.planner.machine.sizes import Sizes
 from tpengine.config import OptimConfig
 from tpengine.layers.attention import Scores, attend
 from tpengine.layers.collectives import Communicator
@@ -25,27 +26,19 @@ from tpengine.training.update.optimizer import AdamW
 
 Points = dict[str, list[tuple[float, float]]]
 
-_HEAD_SIZE, _VOCABULARY = 64, 256
-# What is left of a time without the host's, at least.
-_LEAST = 0.2
+_HEAD_SIZE = 64
+# What is left of a time without the host's, at least; and of attention's, what its rotation takes at least.
+_LEAST, _LEAST_ROTATION = 0.2, 0.02
 _NUMBER = 3
 
 
-def operator_rates(
-    clock: Clock,
-    dtype: torch.dtype,
-    sizes: Sequence[tuple[int, int]],
-    seqs: Sequence[int],
-    heads: int,
-    host_s: float,
-) -> Points:
+def operator_rates(clock: Clock, dtype: torch.dtype, sizes: Sizes, host_s: float) -> Points:
     """Return rates by operator: (bytes of a call, bytes per second); attention (tokens, operations per second).
 
     Args:
         clock: times calls.
         dtype: of the activations.
-        sizes: (tokens, width), small to large.
-        seqs, heads: lengths of sequences, and the number of their heads.
+        sizes: what is measured.
         host_s: the host's time of an operator.
     """
     found: Points = {}
@@ -55,20 +48,22 @@ def operator_rates(
         found.setdefault(name, []).append((float(at), amount / net))
 
     def measure(names: tuple[str, str], case: Callable[[int, int], Any]) -> None:
-        for tokens, width in sizes:
+        for tokens, width in sizes.operators:
             works, make, run = case(tokens, width)
             for name, of, seconds in zip(names, works, clock.of_graph(make, run, _NUMBER), strict=True):
                 add(name, of.memory_bytes, of.memory_bytes, seconds)
 
-    for names, case in _cases(clock.device, dtype).items():
+    for names, case in _cases(clock.device, dtype, sizes.vocabulary).items():
         measure(names, case)
-    _attention(clock, dtype, seqs, heads, found)
+    _attention(clock, dtype, sizes, found)
     for name, points in found.items():
         found[name] = sorted(dict(points).items())
     return found
 
 
-def _cases(device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], Callable[[int, int], Any]]:
+def _cases(
+    device: torch.device, dtype: torch.dtype, vocabulary: int
+) -> dict[tuple[str, str], Callable[[int, int], Any]]:
     """Return by names of forward and backward: (tokens, width) to their work, an input, and the operator."""
     comm, item = Communicator(None), dtype.itemsize
 
@@ -93,26 +88,26 @@ def _cases(device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], Ca
         return works, lambda: drawn(tokens, width), lambda x: x + other
 
     def loss(tokens: int, width: int) -> Any:
-        labels = torch.randint(_VOCABULARY, (tokens,), device=device)
+        labels = torch.randint(vocabulary, (tokens,), device=device)
         works = (
-            work.cross_entropy_work(tokens, _VOCABULARY, item),
-            work.cross_entropy_gradient_work(tokens, _VOCABULARY, item),
+            work.cross_entropy_work(tokens, vocabulary, item),
+            work.cross_entropy_gradient_work(tokens, vocabulary, item),
         )
-        # The logits are a product's output, which the gradient overwrites.
+        # The gradient overwrites the logits, but no leaf.
         return (
             works,
-            lambda: drawn(tokens, _VOCABULARY) * 1.0,
-            lambda z: vocab_parallel_cross_entropy(z, labels, _VOCABULARY, comm),
+            lambda: drawn(tokens * vocabulary).view(tokens, vocabulary),
+            lambda z: vocab_parallel_cross_entropy(z, labels, vocabulary, comm),
         )
 
     def embedding(tokens: int, width: int) -> Any:
-        layer = VocabParallelEmbedding(_VOCABULARY, width, comm, dtype=dtype, device=device)
+        layer = VocabParallelEmbedding(vocabulary, width, comm, dtype=dtype, device=device)
         layer.weight.grad = torch.zeros_like(layer.weight)
         works = (
             work.embedding_work(tokens, width, item),
-            work.embedding_backward_work(tokens, _VOCABULARY, width, item),
+            work.embedding_backward_work(tokens, vocabulary, width, item),
         )
-        return works, lambda: torch.randint(_VOCABULARY, (tokens,), device=device), layer
+        return works, lambda: torch.randint(vocabulary, (tokens,), device=device), layer
 
     return {
         ("norm", "norm_backward"): norm,
@@ -123,29 +118,30 @@ def _cases(device: torch.device, dtype: torch.dtype) -> dict[tuple[str, str], Ca
     }
 
 
-def _attention(clock: Clock, dtype: torch.dtype, seqs: Sequence[int], heads: int, found: Points) -> None:
+def _attention(clock: Clock, dtype: torch.dtype, sizes: Sizes, found: Points) -> None:
     """Add attention by length of sequence; and the rotation, which is what is left of the layer's own function."""
-    device, head_size = clock.device, _HEAD_SIZE
-    tokens = max(seqs)
-    for seq in seqs:
+    device, head_size, (heads, kv_heads) = clock.device, _HEAD_SIZE, sizes.heads
+    tokens = max(sizes.seqs)
+    for seq in sizes.seqs:
         batch = tokens // seq
-        core = _core(device, batch, heads, seq, head_size)
 
         def qkv(tokens: int = batch * seq) -> Tensor:
-            return torch.randn(tokens, 3 * heads * head_size, device=device).to(dtype).requires_grad_()
+            columns = (heads + 2 * kv_heads) * head_size
+            return torch.randn(tokens, columns, device=device).to(dtype).requires_grad_()
 
         def run(x: Tensor, seq: int = seq) -> Tensor:
-            return attend(x, heads, heads, seq, Scores(), None)
+            return attend(x, heads, kv_heads, seq, Scores(), None, may_be_torchs=True)
 
+        core = _core(device, batch, heads, kv_heads, seq)
         whole, inner = (clock.of_graph(qkv, of, _NUMBER) for of in (run, core))
         for name, of, seconds in zip(
             ("attention", "attention_backward"), (work.attention_work, work.attention_backward_work), inner, strict=True
         ):
-            flops = of(batch, seq, heads, heads, head_size, dtype.itemsize, causal_half=True).flops
+            flops = of(batch, seq, heads, kv_heads, head_size, dtype.itemsize, causal_half=True).flops
             found.setdefault(name, []).append((float(seq), flops / seconds))
-        num_bytes = work.rope_work(batch * seq, 2 * heads, head_size, dtype.itemsize).memory_bytes
+        num_bytes = work.rope_work(batch * seq, heads + kv_heads, head_size, dtype.itemsize).memory_bytes
         for name, both, alone in zip(("rope", "rope_backward"), whole, inner, strict=True):
-            rate = num_bytes / max(both - alone, _LEAST * both)
+            rate = num_bytes / max(both - alone, _LEAST_ROTATION * both)
             # All lengths have the same bytes: the median of them.
             found.setdefault(f"{name}_all", []).append((float(num_bytes), rate))
     for name in ("rope", "rope_backward"):
@@ -153,16 +149,15 @@ def _attention(clock: Clock, dtype: torch.dtype, seqs: Sequence[int], heads: int
         found[name] = [(found.pop(f"{name}_all")[0][0], rates[len(rates) // 2])]
 
 
-def _core(device: torch.device, batch: int, heads: int, seq: int, head_size: int) -> Callable[[Tensor], Tensor]:
-    """Return attention without the rotation, as the engine calls it on a device."""
+def _core(device: torch.device, batch: int, heads: int, kv_heads: int, seq: int) -> Callable[[Tensor], Tensor]:
+    """Return attention without the rotation, which on a CPU writes each head's rows side by side."""
 
     def on_host(x: Tensor) -> Tensor:
-        q, k, v = x.view(3, batch, heads, seq, head_size).unbind()
+        q, k, v = x.view(3, batch, heads, seq, _HEAD_SIZE).unbind()
         return causal_attention(q, k, v)
 
     def by_kernels(x: Tensor) -> Tensor:
-        q, k, v = x.view(3, batch, seq, heads, head_size).unbind()
-        return attention(q, k, v)
+        return attend(x, heads, kv_heads, seq, Scores(rotation=None), None, may_be_torchs=True)
 
     return on_host if device.type == "cpu" else by_kernels
 

@@ -58,7 +58,7 @@ class Member:
         host_s = seconds_per_operator(clock) if clock.device.type == "cpu" else 0.0
         return {
             "products": product_rates(clock, dtype, sizes.rows, sizes.matrices),
-            "operators": operator_rates(clock, dtype, sizes.operators, sizes.seqs, sizes.heads, host_s),
+            "operators": operator_rates(clock, dtype, sizes, host_s),
         }
 
     def copies(self) -> list[tuple[float, float]]:

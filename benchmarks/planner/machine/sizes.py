@@ -17,7 +17,8 @@ class Sizes:
     cycled_bytes: tuple[int, ...] = (1 << 21, 1 << 22, 1 << 23, 1 << 24, 1 << 25, 1 << 26)
     operators: tuple[tuple[int, int], ...] = ((32, 256), (128, 384), (512, 512), (1024, 1024))
     seqs: tuple[int, ...] = (32, 64, 128, 256, 512)
-    heads: int = 4
+    heads: tuple[int, int] = (4, 4)
+    vocabulary: int = 256
     prepared: tuple[int, ...] = (128, 512, 1024)
     updated: tuple[int, ...] = (100_000, 1_000_000, 8_000_000)
     copied_bytes: tuple[int, ...] = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
@@ -37,15 +38,16 @@ class Sizes:
 
 # Of a GPU: larger.
 GPU = Sizes(
-    rows=(512, 2048, 8192),
+    rows=(64, 512, 2048, 8192),
     matrices=((1024, 1024), (2048, 2048), (8192, 2048), (8192, 8192)),
     evicting_bytes=512 << 20,
     cycled=(128, 1024, 1024),
     cycled_bytes=(1 << 23, 1 << 24, 1 << 25, 1 << 26, 1 << 27, 1 << 28),
     operators=((512, 1024), (2048, 2048), (8192, 4096)),
     seqs=(256, 1024, 2048, 4096),
-    # So that every processor has some.
-    heads=32,
+    # Enough for every processor, in groups as llama_1b's; a table and logits that are no small change beside a launch.
+    heads=(32, 8),
+    vocabulary=1 << 15,
     updated=(1_000_000, 100_000_000),
     copied_bytes=(1 << 20, 1 << 26, 1 << 29),
 )
@@ -66,7 +68,8 @@ TINY = Sizes(
     cycled_bytes=(512, 1024),
     operators=((4, 8), (8, 16)),
     seqs=(4, 8),
-    heads=2,
+    heads=(2, 2),
+    vocabulary=16,
     prepared=(8,),
     updated=(64,),
     copied_bytes=(64, 256),

@@ -16,7 +16,7 @@ from benchmarks.run import main
 from tpengine.advice.sheets.sheet import Sheet
 from tpengine.config import validate
 from tpengine.config.presets import preset_config
-from tpengine.simulate.machine import MACHINES, Machine, machine_named, machine_text
+from tpengine.simulate.machine import MACHINES, Machine, machine_named, machine_values
 
 H200 = ROOT / "benchmarks" / "results" / "nvidia_h200" / "gpu.jsonl"
 
@@ -81,11 +81,19 @@ def test_measured_rates_take_the_place_of_shares(tmp_path: Path, capsys: pytest.
 
 def test_operators_that_were_measured_one_by_one_are_the_file(tmp_path: Path) -> None:
     rows, sheet = tmp_path / "rows.jsonl", MACHINES["h200"]
-    measured = replace(sheet, name="this GPU", host_s_per_operator=1e-3, memory_bytes=0, ranks_per_node=1, num_nodes=1)
+    measured = replace(
+        sheet,
+        **{"name": "this GPU", "source": "3 passes", "flops_per_s": {"bfloat16": 8e14}, "host_s_per_operator": 1e-3},
+        **{"memory_bytes": 150 * 10**9, "ranks_per_node": 1, "num_nodes": 1, "chip_spread": 0.0},
+        within=sheet.between,
+    )
     append(rows, {PREFLIGHT: {"gpu": "NVIDIA H200", "gpu_memory_bytes": 141 * 10**9}})
-    append(rows, {"case": MACHINE_ROW, "check": "passed", "text": machine_text(measured)})
+    append(rows, {"case": MACHINE_ROW, "check": "passed", "machine": machine_values(measured)})
     assert "wrote" in write_machine(rows)
-    assert machine_named(str(tmp_path / "machine.toml")) == replace(sheet, host_s_per_operator=1e-3)
+    found = machine_named(str(tmp_path / "machine.toml"))
+    assert found.source == "3 passes; links, memory and other dtypes of the data sheet"
+    flops_per_s = {**sheet.flops_per_s, "bfloat16": 8e14}
+    assert found == replace(sheet, source=found.source, flops_per_s=flops_per_s, host_s_per_operator=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["sheet", "rows"])

@@ -279,8 +279,10 @@ def test_bars_are_met_short_or_not_measured() -> None:
         {"case": "host/fused/gather/engine", "host_us": 70.0, "by_engine": True},
         {"case": "train/llama_1b", "mfu_percent": 44.0},
         {"case": "train/llama_1b/against_torch", "speedup_median_ratio": 1.2},
-        {"case": "blind/llama_1b: b 4 m 4", "predicted_over_measured_ratio": 1.04},
-        {"case": "blind/llama_1b: b 2 m 8", "predicted_over_measured_ratio": 0.88},
+        *[
+            {"case": f"blind/{n}", "predicted_over_measured_ratio": ratio, "num_layouts": 2, "num_samples": 4}
+            for n, ratio in enumerate((1.04, 0.88))
+        ],
         {"case": "architectures/gpt2/float32", "kl_over_limit_ratio": 0.01},
         {"case": "architectures/gpt2/bfloat16", "error_over_transformers_ratio": 1.1},
         {"case": "architectures/qwen3/bfloat16", "error_over_transformers_ratio": 1.6, "check": "failed: 1.6 times"},
@@ -301,6 +303,13 @@ def test_bars_are_met_short_or_not_measured() -> None:
         ("met", "0.01"),
         ("short", "1.6"),
     ]
+
+
+def test_a_layout_that_was_not_measured_leaves_the_bar_short() -> None:
+    rows = [{"case": f"blind/{n}", "predicted_over_measured_ratio": 1.0, "num_layouts": 3} for n in range(3)]
+    for found, state in ((rows, "met"), (rows[:2], "short"), ([], "not measured")):
+        (verdict,) = [verdict for verdict in verdicts(found) if "predicted" in verdict.bar]
+        assert verdict.state == state
 
 
 def test_cases_are_what_they_call(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from benchmarks.planner.machine.command import _of_each, _rising
 from benchmarks.planner.machine.exchanges import message_seconds, sum_rates
 from benchmarks.planner.machine.operators import _core, operator_rates, update_rates
 from benchmarks.planner.machine.products import cold_shares
+from benchmarks.planner.machine.sizes import TINY
 from benchmarks.run import main
 from tpengine.config.presets import preset_config
 from tpengine.simulate.machine import Curve, read_machine
@@ -124,13 +125,13 @@ def test_every_kernel_that_a_gpu_would_time_runs(interpreters: RankPool) -> None
 def rates_by_kernels() -> bool:
     """Whether the engine's operators, as on a GPU, have rates; attention is that of the host."""
     clock, dtype = Clock(torch.device("cpu"), 0.0, 4), torch.float32
-    found = operator_rates(clock, dtype, [(4, 8), (8, 16)], [16], 2, 0.0) | update_rates(clock, torch.bfloat16, [64])
+    sizes = replace(TINY, seqs=(16,))
+    found = operator_rates(clock, dtype, sizes, 0.0) | update_rates(clock, torch.bfloat16, sizes.updated)
     qkv = torch.randn(16, 3 * 2 * 64)
-    core = [_core(torch.device(kind), 1, 2, 16, 64) for kind in ("cuda", "cpu")]
-    by_kernels = core[0](qkv)
-    q, k, v = (x.transpose(1, 2) for x in qkv.view(3, 1, 16, 2, 64).unbind())
-    by_host = core[1](torch.stack([q, k, v]).reshape(16, -1))
-    assert torch.allclose(by_kernels, by_host.transpose(1, 2), atol=1e-5)
+    by_kernels, by_host = (_core(torch.device(kind), 1, 2, 2, 16) for kind in ("cuda", "cpu"))
+    heads = torch.stack([x.unflatten(1, (2, 64)).transpose(0, 1) for x in qkv.chunk(3, 1)])
+    expected = by_host(heads.reshape(16, -1))[0].transpose(0, 1).flatten(1)
+    assert torch.allclose(by_kernels(qkv), expected, atol=1e-5)
     return {*OPERATORS} - {"prepare"} <= found.keys()
 
 

@@ -6,7 +6,7 @@ file, and what `--machine` accepts).
 """
 
 from tpengine.simulate.machine.curve import Curve
-from tpengine.simulate.machine.file import machine_named, machine_of_text, machine_text, read_machine
+from tpengine.simulate.machine.file import machine_named, machine_of_values, machine_text, machine_values, read_machine
 from tpengine.simulate.machine.link import Link
 from tpengine.simulate.machine.machine import Machine
 from tpengine.simulate.machine.measured import Measured
@@ -20,8 +20,9 @@ __all__ = [
     "Machine",
     "Measured",
     "machine_named",
-    "machine_of_text",
+    "machine_of_values",
     "machine_on",
     "machine_text",
+    "machine_values",
     "read_machine",
 ]

@@ -80,42 +80,43 @@ def machine_text(machine: Machine) -> str:
     # Only what writes a file needs it.
     import tomli_w
 
-    return tomli_w.dumps({"format": _FORMAT, **_plain(asdict(machine))})
+    return tomli_w.dumps(machine_values(machine))
+
+
+def machine_values(machine: Machine) -> dict[str, Any]:
+    """Return a machine as numbers, texts, lists and tables of them; `machine_of_values` reads them back equal."""
+    return {"format": _FORMAT, **_plain(asdict(machine))}
 
 
 def read_machine(path: Path) -> Machine:
     """Read a machine's file.
 
     Raises:
-        ValueError: no such file, or as `machine_of_text`; one line with the file and the key.
+        ValueError: no such file, malformed TOML, or as `machine_of_values`; one line with the file and the key.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--machine needs a readable file: {path}: {error.strerror}: check the path") from None
-    except UnicodeDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"--machine needs valid TOML: {path}: {error}: correct the file") from None
-    return machine_of_text(text, str(path))
+    return machine_of_values(values, str(path))
 
 
-def machine_of_text(text: str, path: str) -> Machine:
-    """Return the machine that `machine_text` wrote.
+def machine_of_values(values: Mapping[str, Any], path: str) -> Machine:
+    """Return the machine of which `machine_values` made these.
 
     Args:
-        text: TOML.
-        path: where it is from, for messages.
+        values: as read from a file or a row.
+        path: where they are from, for messages.
 
     Raises:
-        ValueError: malformed TOML, another format, a key that is missing, unknown or of the wrong type, a number that
-            is not finite or not above 0; one line with the file and the key.
+        ValueError: another format, a key that is missing, unknown or of the wrong type, a number that is not finite or
+            not above 0; one line with the file and the key.
     """
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"--machine needs valid TOML: {path}: {error}: correct the file") from None
-    if values.pop("format", None) != _FORMAT:
+    if values.get("format") != _FORMAT:
         raise ValueError(f"a machine's file must say format = {_FORMAT}: {path}: write it anew with this version")
-    machine: Machine = _built(Machine, values, path, "")
+    machine: Machine = _built(Machine, {key: of for key, of in values.items() if key != "format"}, path, "")
     _check_names(machine, path)
     shares = [share for _, share in machine.cold_share.points]
     if shares != sorted(shares) or shares[-1] > 1.0:

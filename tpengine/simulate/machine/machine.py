@@ -193,13 +193,15 @@ class Machine:
         """
         one = matmul_work(rows, columns, inner, item_bytes)
         known = self.measured[dtype].flops_per_s(kind, rows, columns * inner) if dtype in self.measured else None
-        if known is not None:
-            return batch * one.flops / known
         work = Work(batch * one.flops, batch * one.memory_bytes)
+        if known is not None:
+            # A matrix is read for few rows as for many.
+            is_read = not self.measured[dtype].reaches(kind, rows)
+            return max(work.flops / known, self._memory_seconds(work) if is_read else 0.0)
         if not self.num_processors:
             return self.matmul_seconds(work, dtype)
         rate = self.peak(dtype) * self.tile_share / self.num_processors
-        bandwidth = self.memory_bytes_per_s * self.memory.at(max(1, work.memory_bytes))
+        bandwidth = self._bandwidth(work)
         product = _Product(rows, columns, inner, item_bytes, batch)
         tiled = _tiled_seconds(
             product, self.num_processors, rate, bandwidth, self.memory_bytes_per_s, hides_tiles=self.hides_tiles
@@ -275,5 +277,10 @@ class Machine:
         return self.measured[dtype].operators.get(name) if dtype in self.measured else None
 
     def _longer(self, work: Work, flops_per_s: float) -> float:
-        bandwidth = self.memory_bytes_per_s * self.memory.at(max(1, work.memory_bytes))
-        return max(work.flops / flops_per_s, work.memory_bytes / bandwidth) + self.kernel_s
+        return max(work.flops / flops_per_s, self._memory_seconds(work)) + self.kernel_s
+
+    def _memory_seconds(self, work: Work) -> float:
+        return work.memory_bytes / self._bandwidth(work)
+
+    def _bandwidth(self, work: Work) -> float:
+        return self.memory_bytes_per_s * self.memory.at(max(1, work.memory_bytes))

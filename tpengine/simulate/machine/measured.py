@@ -36,7 +36,10 @@ class Measured:
     operators: Mapping[str, Curve] = field(default_factory=dict)
 
     def flops_per_s(self, kind: str, rows: int, elements: int) -> float | None:
-        """Return the rate of a product: a power of the number of rows between two measured ones; None if not known."""
+        """Return the rate of a product: a power of the number of rows between two measured ones; None if not known.
+
+        Of fewer rows than were measured it is that of the fewest, which is too fast: `reaches` tells.
+        """
         by_rows = self.products.get(kind)
         if not by_rows:
             return None
@@ -47,6 +50,10 @@ class Measured:
         if low >= high or rows <= low:
             return before
         return float(before * (after / before) ** (math.log(rows / low) / math.log(high / low)))
+
+    def reaches(self, kind: str, rows: int) -> bool:
+        """Return whether so few rows of a product, or fewer, were measured."""
+        return min(self.products[kind]) <= rows
 
     def slower(self, times: float) -> Measured:
         """Return the rates of a chip that takes so many times as long for what power limits: products, attention."""

@@ -72,7 +72,8 @@ class GradientNorm:
             place = place_of(piece)
             first_block = 0 if parts is None else parts[name].in_tensor.start // BLOCK
             self.owned.append((firsts[place] + first_block if exact else place, gradient))
-        self._places = torch.tensor([first for first, _ in self.owned], dtype=torch.int64, device=device)
+        # Places of their figures, where all are computed at once.
+        self._places = None if exact else torch.tensor([first for first, _ in self.owned], device=device)
         self._trees = _trees(num_blocks, firsts, device) if exact else ()
 
     def own(self) -> Tensor:
@@ -82,7 +83,7 @@ class GradientNorm:
             for first, gradient in self.owned:
                 blocks = squares_of_blocks(gradient)
                 figures[first : first + len(blocks)] = blocks
-        elif self.owned:
+        elif self._places is not None and self.owned:
             # All at once: a launch for each would make a GPU wait for the host.
             norms = torch._foreach_norm([gradient for _, gradient in self.owned])
             figures[self._places] = torch.stack(norms).double().square()
