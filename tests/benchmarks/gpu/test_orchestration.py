@@ -377,6 +377,31 @@ def test_tests_are_a_case(tmp_path: Path) -> None:
     assert summary["check"] == "failed: 1 of the 1 tests that ran"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_tests_that_see_no_gpu_are_no_success(tmp_path: Path) -> None:
+    """Others of the same names run on a CPU, and pass."""
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('rung', ['cpu', 'gpu'])\n"
+        "def test_one(rung):\n    if rung == 'gpu': pytest.skip('needs a GPU')\n"
+    )
+    rows, arguments = tmp_path / "rows.jsonl", {"paths": [str(tmp_path / "test_some.py")], "chosen": "test_one"}
+    one = Case("tests/some", "b", 1.0, 1.0, "benchmarks.gpu.cases.tests:run", arguments)
+    assert runner.run(one, rows, tmp_path / "log.txt", 3600.0).how == "wrong"
+    (summary,) = read(rows)
+    assert summary["check"] == "failed: 1 tests see no GPU" and summary["num_passed"] == 1
+
+
+def test_fused_tests_of_a_gpu_are_chosen_by_names_that_only_they_have(tmp_path: Path) -> None:
+    for one in cases_for(tmp_path):
+        if one.name in ("tests/fused", "tests/fused_calls"):
+            command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q", "-k"]
+            done = run_program(
+                [*command, one.arguments["chosen"], *one.arguments["paths"]], capture_output=True, text=True, cwd=ROOT
+            )
+            found = [line for line in done.stdout.splitlines() if "::" in line]
+            assert len(found) == 3 and all("[cuda-" in line for line in found), done.stdout
+
+
 @pytest.mark.slow
 def test_the_hosts_time_of_a_step_is_that_of_two_depths(tmp_path: Path) -> None:
     arguments = {"preset": "tiny", "steps": 2, "depths": [1, 2]}

@@ -13,13 +13,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.journal import append
-from benchmarks.planner.blind.predictions import Prediction, chosen, drawn_model
+from benchmarks.planner.blind import visits
+from benchmarks.planner.blind.predictions import Prediction, chosen, drawn_model, fits
 from benchmarks.planner.blind.verdict import machine_varied, row_of, verdict
 from benchmarks.planner.blind.visits import Asked, Step, machine_speed, measured, reference_by_file
 from benchmarks.planner.machine.sizes import sizes_of
 from benchmarks.run import main
 from tpengine.advice.question import Question
+from tpengine.config import validate
 from tpengine.config.presets import preset_config
+from tpengine.distributed.local_ranks import Ranks, RanksFailed
 from tpengine.simulate.machine import MACHINES
 
 
@@ -129,6 +132,27 @@ def test_a_step_counts_while_the_machine_is_as_fast_as_its_file_says() -> None:
     assert row_of(of, steps[1:5], 0.1, None, {}) is None
     said = machine_varied(steps, 0.1)
     assert "2 of 6 steps count" in said and "0.50 to 1.30, at the median 0.97 times as fast" in said
+
+
+def test_what_does_not_fit_is_not_run_and_a_rank_that_fails_loses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = Prediction("tiny", preset_config("tiny"), "tp 1", 1.0, (50.0, 95.0))
+    for memory, expected in ((0, True), (100, False), (102, True)):
+        assert fits(of, replace(MACHINES["cpu"], memory_bytes=memory)) == expected
+
+    class Failing(Ranks):
+        def call(self, method: str, *args: object) -> list[object]:
+            if method == "step":
+                raise RanksFailed("out of memory, as planted")
+            return super().call(method, *args)
+
+    monkeypatch.setattr(visits, "Ranks", Failing)
+    asked = Asked(tmp_path, 1, "cpu", repeats=1, steps=1, still=1e9, is_counted=False, minutes=10.0)
+    config = validate(replace(of.config, device="cpu", train=replace(of.config.train, seq_len=16, steps=100)), 1)
+    append(tmp_path / "journal.jsonl", {"layout": "tp 2", "round": 0, "predictions": "d", "peak_bytes": [7]})
+    assert measured(asked, MACHINES["cpu"], [replace(of, config=config)], "d") == ([], {"tp 2": [7]})
+    assert "as planted" in capsys.readouterr().out
 
 
 def test_visits_without_the_machines_speed_are_left_out(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tomli_w
-from tpkernels.work import Work
+from tpkernels.work import Work, matmul_work
 
 from tpengine.simulate.costs import half_ring_time, ring_time
 from tpengine.simulate.machine import MACHINES, Curve, Link, Measured, machine_named, machine_text, read_machine
@@ -194,6 +194,28 @@ def test_measured_operators_take_the_place_of_shares(tmp_path: Path) -> None:
     assert machine.other_seconds(work, "float32", "rope") == plain.other_seconds(work, "float32")
     assert machine.product_seconds(8, 8, 8, 4, "float32", kind="weight_gradient") == plain.product_seconds(
         8, 8, 8, 4, "float32"
+    )
+
+
+def test_few_rows_take_no_less_than_reading_the_matrix() -> None:
+    """A rate of the fewest rows that were measured says nothing of fewer: there the matrix is what takes the time."""
+    products = {"forward": {64: Curve.flat(1e6)}}
+    machine = replace(MACHINES["cpu"], memory_bytes_per_s=1e3, measured={"float32": Measured(products)})
+    read = matmul_work(2, 100, 100, 4).memory_bytes / 1e3
+    assert machine.product_seconds(2, 100, 100, 4, "float32", kind="forward") == pytest.approx(read)
+    assert machine.product_seconds(64, 100, 100, 4, "float32", kind="forward") == pytest.approx(2 * 64 * 1e4 / 1e6)
+
+
+@pytest.mark.parametrize("kind", ["a100", "v100-32", "h100", "h200", "b200", "mi300x"])
+def test_attention_is_slower_backward_than_forward(kind: str) -> None:
+    work, machine = Work(flops=10**11, memory_bytes=1), MACHINES[kind]
+    forward, backward = (
+        machine.attention_seconds(work, "bfloat16", name=name) for name in ("attention", "attention_backward")
+    )
+    assert 1.5 * forward < backward < 2.5 * forward
+    # An engine's own kernel has the share that it says.
+    assert machine.attention_seconds(work, "bfloat16", 0.5, name="attention_backward") == pytest.approx(
+        work.flops / (0.5 * machine.peak("bfloat16")) + machine.kernel_s
     )
 
 
