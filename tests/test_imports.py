@@ -94,6 +94,7 @@ IMPORT_LATE = {
     "tpengine/commands/generate/arguments.py",
     "tpengine/commands/planning/schedule_model.py",
     "tpengine/commands/weights/arguments.py",
+    "tpengine/cli.py",
     "tpengine/train.py",
     "tpengine/distributed/local_ranks.py",
     "benchmarks/training/contestants.py",

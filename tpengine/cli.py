@@ -14,15 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tpengine import train
-from tpengine.commands.certify import arguments as certify
-from tpengine.commands.checkpoint import arguments as checkpoint
-from tpengine.commands.data import arguments as data
-from tpengine.commands.generate import arguments as generate
 from tpengine.commands.parsing import Parser, Version
-from tpengine.commands.planning import advise, diagnose, plan, schedule
 from tpengine.commands.stopping import Stopped
-from tpengine.commands.watching import command as watching
-from tpengine.commands.weights import arguments as weights
 from tpengine.distributed.local_ranks import RanksFailed
 from tpengine.last_words import RANK_FAILED, USER_ERROR
 
@@ -41,49 +34,6 @@ class _Command(NamedTuple):
     run: Callable[[argparse.Namespace], int | None]
     help: str
     description: str | None = None
-
-
-_COMMANDS = {
-    "schedule": _Command(
-        schedule.add_arguments, schedule.print_schedule, "print or draw a pipeline schedule, its bubble and its memory"
-    ),
-    "advise": _Command(
-        advise.add_arguments, advise.advise, "rank the layouts of a model on a machine, and say why the others lose"
-    ),
-    "diagnose": _Command(
-        diagnose.add_arguments,
-        diagnose.print_diagnosis,
-        "say why the steps of a run take as long as they do, and what helps",
-    ),
-    "watch": _Command(watching.add_arguments, watching.watch, "draw what runs report, while they go on"),
-    "plan": _Command(plan.add_arguments, plan.print_plan, "work one layout out, or predict a table of published runs"),
-    "data": _Command(data.add_arguments, data.run_data, "write a token file from text files", data.DESCRIPTION),
-    "import": _Command(
-        weights.add_import_arguments,
-        weights.run_import,
-        "write a run's directory that begins with the weights of a directory, or of another run",
-        weights.IMPORT_DESCRIPTION,
-    ),
-    "export": _Command(
-        weights.add_export_arguments,
-        weights.run_export,
-        "write a checkpoint of a run as a directory that transformers loads",
-    ),
-    "generate": _Command(
-        generate.add_arguments, generate.run_generate, "continue prompts by a model's tokens", generate.DESCRIPTION
-    ),
-    "checkpoint": _Command(
-        checkpoint.add_arguments,
-        checkpoint.run_checkpoint,
-        "list the checkpoints of a run, verify their hashes, or compare two of them bit by bit",
-    ),
-    "certify": _Command(
-        certify.add_arguments,
-        certify.run_certify,
-        "is training in two layouts the same to the last bit? (or fast mode close to exact)",
-        certify.DESCRIPTION,
-    ),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,12 +85,69 @@ def _run(arguments: Sequence[str]) -> int:
     return code
 
 
+def _commands() -> dict[str, _Command]:
+    """Return the subcommands by name, loaded when one is run: an interrupt meanwhile is one line, too."""
+    from tpengine.commands.certify import arguments as certify
+    from tpengine.commands.checkpoint import arguments as checkpoint
+    from tpengine.commands.data import arguments as data
+    from tpengine.commands.generate import arguments as generate
+    from tpengine.commands.planning import advise, diagnose, plan, schedule
+    from tpengine.commands.watching import command as watching
+    from tpengine.commands.weights import arguments as weights
+
+    return {
+        "schedule": _Command(
+            schedule.add_arguments,
+            schedule.print_schedule,
+            "print or draw a pipeline schedule, with its bubble and memory",
+        ),
+        "advise": _Command(
+            advise.add_arguments, advise.advise, "rank the layouts of a model on a machine, and say why the others lose"
+        ),
+        "diagnose": _Command(
+            diagnose.add_arguments,
+            diagnose.print_diagnosis,
+            "say why the steps of a run take as long as they do, and what helps",
+        ),
+        "watch": _Command(watching.add_arguments, watching.watch, "draw what runs report, while they go on"),
+        "plan": _Command(
+            plan.add_arguments, plan.print_plan, "work a layout out, or predict a table of published runs"
+        ),
+        "data": _Command(data.add_arguments, data.run_data, "write a token file from text files", data.DESCRIPTION),
+        "import": _Command(
+            weights.add_import_arguments,
+            weights.run_import,
+            "write a run's directory that begins with the weights of a directory, or of another run",
+            weights.IMPORT_DESCRIPTION,
+        ),
+        "export": _Command(
+            weights.add_export_arguments,
+            weights.run_export,
+            "write a checkpoint of a run as a directory that transformers loads",
+        ),
+        "generate": _Command(
+            generate.add_arguments, generate.run_generate, "continue prompts by a model's tokens", generate.DESCRIPTION
+        ),
+        "checkpoint": _Command(
+            checkpoint.add_arguments,
+            checkpoint.run_checkpoint,
+            "list the checkpoints of a run, verify their hashes, or compare two of them bit by bit",
+        ),
+        "certify": _Command(
+            certify.add_arguments,
+            certify.run_certify,
+            "is training in two layouts the same to the last bit? (or fast mode close to exact)",
+            certify.DESCRIPTION,
+        ),
+    }
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="tpengine", description="Train transformers, and look at what a training would do.")
     parser.add_argument("--version", action=Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("train", help="train: as python -m tpengine.train; see tpengine train --help")
-    for name, command in _COMMANDS.items():
+    for name, command in _commands().items():
         its_parser = commands.add_parser(name, help=command.help, description=command.description)
         command.add_arguments(its_parser)
         its_parser.set_defaults(run=command.run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.metadata
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -442,3 +444,18 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         main(argv)
     assert stop.value.code == 0
     assert "usage: tpengine" in capsys.readouterr().out
+
+
+def test_an_interrupt_while_commands_are_loaded_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = builtins.__import__
+
+    def interrupted(name: str, *rest: Any, **more: Any) -> Any:
+        if name == "tpengine.commands.planning":
+            raise KeyboardInterrupt
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    assert main(["plan"]) == 130
+    assert capsys.readouterr().err == "tpengine: interrupted; no process and no unfinished file is left\n"
