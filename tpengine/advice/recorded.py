@@ -2,7 +2,7 @@
 
 A run with --train.profile-steps knows what the actions of one layout take, and what its messages and reductions do. Of
 other layouts it knows the kinds of action: each kind is taken to be as much faster or slower than the rates say as it
-was in the run. So the run's own layout has the recorded times, and all others are compared with it by one measure.
+was in the run, on the mean over its stages. So all layouts, the run's own too, are compared by one measure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tpengine.simulate.profiles.costs import costs_for
 
 
 def machine_as_recorded(machine: Machine, evidence: Evidence) -> Machine:
-    """Return a machine whose costs of a recorded run's layout are the recorded ones.
+    """Return a machine whose costs of a recorded run's layout are the recorded ones, kind by kind of action.
 
     Args:
         machine: its rates stay where the run measured nothing: sizes of memory, attained shares by size, other links.
@@ -40,7 +40,9 @@ def machine_as_recorded(machine: Machine, evidence: Evidence) -> Machine:
     # Stages are neighbours at this distance, replicas at tp.
     machine = _with_messages(evidence, machine, modelled)
     machine = _with_link(machine, layout.dp, layout.tp, _with_reductions(evidence, machine, modelled, measured))
-    return replace(machine, recorded=recorded, source=f"{machine.source}; what a run recorded")
+    # Where replicas' sums take the cores, what actions of a run with replicas took has them in it.
+    share = machine.reduce_share if layout.dp == 1 else 0.0
+    return replace(machine, recorded=recorded, reduce_share=share, source=f"{machine.source}; what a run recorded")
 
 
 def _of_kind(costs: Costs, kind: Kind) -> list[float]:

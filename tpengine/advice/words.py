@@ -102,11 +102,14 @@ def shares(parts: StepParts) -> str:
 
 
 def differences(parts: StepParts, best: StepParts) -> str:
-    """Return by how much each part is longer than the best one's; what is left out is less than a fiftieth of it."""
+    """Return by how much each part is longer than the best one's; those of less than a fiftieth together."""
     less = parts.less(best)
     whole = max(sum(abs(seconds) for seconds in less.values()), 1e-12)
-    told = sorted(less.items(), key=lambda part: -abs(part[1]))
-    return ", ".join(f"{_NAMES[name]} {_signed(value)}" for name, value in told if abs(value) >= whole / 50)
+    order = sorted(less.items(), key=lambda part: -abs(part[1]))
+    told = {name: value for name, value in order if abs(value) >= whole / 50}
+    words = [f"{_NAMES[name]} {_signed(value)}" for name, value in told.items()]
+    others = sum(less.values()) - sum(told.values())
+    return ", ".join(words + [f"others {_signed(others)}"] * (abs(others) >= whole / 100))
 
 
 def too_large_text(question: Question, layout: TooLarge) -> str:

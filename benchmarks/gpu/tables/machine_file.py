@@ -56,7 +56,7 @@ def machine_like(gpu: str, memory_bytes: int) -> Machine | None:
 
 
 def machine_of_rows(rows: Iterable[Row], base: Machine) -> Machine | None:
-    """Return the machine with the measured rates; None without planner/machine, and without products or copies.
+    """Return the machine with the measured rates; None if planner/machine, or products and copies, are missing.
 
     Args:
         rows: results, of each name the last.
@@ -85,10 +85,12 @@ def machine_of_rows(rows: Iterable[Row], base: Machine) -> Machine | None:
     starts = [1e-6 * row["host_us"] for row in counted if row["case"] == _OPERATOR]
     peak = base.peak(_DTYPE)
     memory = Curve(tuple((size, rate / base.memory_bytes_per_s) for size, rate in copies))
-    attention, gradient = _attention(counted, base) or (base.attention, base.attention_gradient)
+    found = _attention(counted, base)
+    attention, gradient = found or (base.attention, base.attention_gradient)
+    known = ", ".join(("products", *["attention"] * (found is not None), "copies"))
     return replace(
         base,
-        source=f"{base.source}; products, attention, copies and launches measured on one GPU",
+        source=f"{base.source}; {known} and launches measured on one GPU",
         matmul=Curve(tuple((flops, rate / peak) for flops, rate in matmul)),
         attention=attention,
         attention_gradient=gradient,

@@ -40,7 +40,9 @@ def tables(rows: Sequence[Row]) -> list[Table | str]:
     """Return everything that there is to say about a run."""
     preflight: Mapping[str, Any] = next((row[PREFLIGHT] for row in reversed(rows) if PREFLIGHT in row), {})
     found = results(rows)
-    title = f"{preflight.get('gpu') or 'no GPU'}, torch {preflight.get('torch')}, triton {preflight.get('triton')}"
+    title = "a rehearsal"
+    if preflight:
+        title = f"{preflight.get('gpu') or 'no GPU'}, torch {preflight.get('torch')}, triton {preflight.get('triton')}"
     measured = [row for row in found if has_samples(row)]
     every: list[Table | str] = [title, _figures(measured), _speeds(measured, preflight), _fused(measured)]
     every += _wrong(found), _ended(rows), _bars(found)

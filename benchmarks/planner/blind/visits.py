@@ -153,10 +153,19 @@ def _found(
 
 
 def _is_still(asked: Asked, ranks: Ranks, config: Config, file: Sequence[float], end: float) -> bool:
-    """Wait until the machine is as fast as its file says; return False if the time is up before."""
+    """Wait until the machine is as fast as its file says, and say so; return False if the time is up before."""
+    waits = False
     while time.monotonic() <= end:
-        if abs(_speed(ranks, config, file) - 1) <= asked.still:
+        speed = _speed(ranks, config, file)
+        if abs(speed - 1) <= asked.still:
             return True
+        if not waits:
+            waits = True
+            print(
+                f"products are {speed:.2f} times as fast as by the machine's file: waiting until that is within "
+                f"{asked.still:.0%} (--still); a machine that stays so needs a file of its own",
+                flush=True,
+            )
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     return False
 

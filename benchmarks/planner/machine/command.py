@@ -40,7 +40,7 @@ class Options:
     passes: int = 6
     """How often everything is measured; the middle figures count."""
     tiny: bool = False
-    """Tiny sizes, each once: the file is valid and tells nothing."""
+    """Tiny sizes: the file is valid and tells nothing."""
 
 
 def main(options: Options) -> int:
@@ -81,9 +81,11 @@ def measured_machine(options: Options) -> Machine:
     per_operator, per_action, launch = host
     first = next(iter(rates.values()))
     attention = first["operators"]["attention"]
+    processes = f"{num_ranks} process{'es' if num_ranks > 1 else ''}"
+    sizes_told = "tiny sizes, which tell nothing: " if options.tiny else ""
     return Machine(
         name=f"this {'GPU' if is_gpu else 'CPU'}",
-        source=f"microbenchmarks by {num_ranks} process{'es' if num_ranks > 1 else ''} at once{_differ(passes)}",
+        source=f"{sizes_told}microbenchmarks by {processes} at once{_differ(passes)}",
         is_asynchronous=is_gpu,
         flops_per_s=peaks,
         matmul=_share(_by_flops(first["products"]["forward"]), max(peaks.values())),

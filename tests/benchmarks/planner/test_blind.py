@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -153,6 +156,19 @@ def test_what_does_not_fit_is_not_run_and_a_rank_that_fails_loses_nothing(
     append(tmp_path / "journal.jsonl", {"layout": "tp 2", "round": 0, "predictions": "d", "peak_bytes": [7]})
     assert measured(asked, MACHINES["cpu"], [replace(of, config=config)], "d") == ([], {"tp 2": [7]})
     assert "as planted" in capsys.readouterr().out
+
+
+def test_a_machine_that_is_not_as_its_file_says_is_waited_for_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(visits, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    ranks: Any = SimpleNamespace(call=lambda *_: [next(looks)])
+    asked = Asked(tmp_path, 1, "cpu", repeats=1, steps=1, still=0.1, is_counted=False, minutes=10.0)
+    looks = iter([[4.0], [3.0], [1.05]])
+    assert visits._is_still(asked, ranks, preset_config("tiny"), [1.0], math.inf)
+    said = capsys.readouterr().out
+    assert said.startswith("products are 0.25 times as fast as by the machine's file") and said.count("\n") == 1
+    assert not visits._is_still(asked, ranks, preset_config("tiny"), [1.0], -math.inf)
 
 
 def test_visits_without_the_machines_speed_are_left_out(tmp_path: Path) -> None:

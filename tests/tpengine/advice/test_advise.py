@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import pytest
 
 from tpengine.advice.question import Question
 from tpengine.advice.search import search
+from tpengine.advice.sheets.parts import StepParts
+from tpengine.advice.sheets.sheet import Sheet
+from tpengine.advice.words import differences
 from tpengine.cli import main
 from tpengine.commands.arguments import parse_config
 from tpengine.commands.planning.no_answer import nothing_fits
+from tpengine.config import validate
 from tpengine.config.presets import preset_config
 from tpengine.simulate.machine import MACHINES
 
@@ -198,3 +203,24 @@ def test_advise_plan_and_schedule_say_the_same_step(tmp_path: Path, capsys: pyte
     assert main(["plan", *question, *FEWER, *same, "--json", str(planned)]) == 0
     said = json.loads(planned.read_text())
     assert said["step_seconds"] == row["step_seconds"] and said["peak_bytes"] == row["peak_bytes"]
+
+
+def test_what_a_row_loses_by_adds_up_though_small_parts_have_no_name() -> None:
+    names = [field.name for field in fields(StepParts)]
+    best = StepParts(**dict.fromkeys(names, 1.0))
+    more = dict(zip(names, (0.5, 0.008, -0.2, 0.008, 0.008, 0.008, 0.0, 0.0, 0.0), strict=True))
+    told = differences(replace(best, **{name: 1.0 + seconds for name, seconds in more.items()}), best)
+    numbers = [float(part.split()[-2]) * (1e-3 if part.endswith(" ms") else 1.0) for part in told.split(", ")]
+    assert "others" in told and sum(numbers) == pytest.approx(sum(more.values()), abs=1e-3)
+    assert "others" not in differences(replace(best, compute=1.5), best)
+
+
+def test_replicas_sums_take_the_core_that_computes() -> None:
+    """By the sheet of a CPU, at any stage of ZeRO: gloo's sums are made by the rank's own core."""
+    base = preset_config("bench")
+    for zero in (0, 1):
+        parallel = replace(base.parallel, tp=1, pp=1, dp=2, zero=zero)
+        train = replace(base.train, micro_batch_size=8, num_micro_batches=1)
+        sheet = Sheet.of(validate(replace(base, parallel=parallel, train=train, device="cpu"), 2), MACHINES["cpu"])
+        num_bytes = 4 * sum(bucket.layout.numel for bucket in sheet.layout.buckets.values())
+        assert sheet.parts.dp == pytest.approx(MACHINES["cpu"].within.all_reduce_seconds(num_bytes, 2), rel=0.2)

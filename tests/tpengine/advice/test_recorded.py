@@ -44,7 +44,7 @@ def test_the_recorded_layout_takes_what_was_recorded(tmp_path: Path, tp: int, pp
     evidence = read_evidence(write_run(tmp_path / "run", config, truth))
     recorded = machine_as_recorded(CPU, evidence)
     said, took = (Sheet.of(config, machine).seconds for machine in (CPU, recorded))
-    assert took > 2 * said
+    assert took > 1.5 * said
     assert took == pytest.approx(evidence.profile.plan_seconds, rel=0.02)
 
 

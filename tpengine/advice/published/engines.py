@@ -286,8 +286,9 @@ class _Kind:
 
     @classmethod
     def of(cls, row: Row, sizes: Sizes) -> _Kind:
+        """Return the kind of a row's engine; that of a row which names none that is known is said to be assumed."""
         system, in_units = row.system(), sizes.zero == 3
-        return cls(
+        found = cls(
             in_units=in_units,
             is_deepspeed="deepspeed" in system and not in_units,
             is_titan="torchtitan" in system,
@@ -301,6 +302,9 @@ class _Kind:
             # DeepSpeed's pipelines in bfloat16 have the BF16_Optimizer: gradients are summed in float32 beside them.
             sums_wide="deepspeed" in system and not in_units and sizes.pp > 1 and "bf" in row.text("precision"),
         )
+        if found.name == "Megatron" and not (found.is_recipe or "megatron" in system):
+            row.assumed.append("engine Megatron")
+        return found
 
     @property
     def name(self) -> str:

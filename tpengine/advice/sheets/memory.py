@@ -45,7 +45,8 @@ def memory_lines(sheet: Sheet) -> Iterator[str]:
         ):
             if num_bytes:
                 yield _line(name, "the most at once", num_bytes)
-        yield _line("peak", f"at {memory.compute_action}, not the sum: what is held then", memory.peak)
+        held = f"at {memory.compute_action}: what is held then; a kind may peak elsewhere"
+        yield _line("peak", held, memory.peak)
     yield from _block_lines(sheet)
 
 

@@ -44,7 +44,9 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="a run of the model with --train.profile-steps: what it recorded takes the place of the machine's rates",
     )
-    parser.add_argument("--ranks", type=count, help="number of ranks (default all of the machine)")
+    parser.add_argument(
+        "--ranks", type=count, help="number of ranks (default all of the machine, where it says how many: h200:8x4)"
+    )
     parser.add_argument("--global-batch", type=count, metavar="N", help="sequences per step (default the preset's)")
     parser.add_argument("--seq-len", type=count, metavar="N", help="tokens of a sequence (default the preset's)")
     parser.add_argument(

@@ -48,9 +48,7 @@ def add_fixed_arguments(parser: argparse.ArgumentParser) -> None:
         "--tp-comm", type=_words(("fused", "plain")), metavar="HOW", help="exchanges of tp ranks: fused, plain"
     )
     fixed.add_argument("--micro-batch", dest="micro_batch_size", type=_numbers(1), metavar="N", help="sequences of one")
-    fixed.add_argument(
-        "--bucket-bytes", type=count, metavar="BYTES", help="of gradients that are reduced at once (default searched)"
-    )
+    fixed.add_argument("--bucket-bytes", type=count, metavar="BYTES", help="of gradients that are reduced at once")
 
 
 def fixed_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -202,6 +202,8 @@ CPU_CORE = Machine(
     ranks_per_node=1 << 20,
     within=Link(5e9, 20e-6, 0.65e9),
     between=Link(5e9, 20e-6, 0.65e9),
+    # The core that computes makes the sums and gathers of its replica, too.
+    reduce_share=1.0,
 )
 
 _GB = 1e9
