@@ -26,7 +26,7 @@ class _Reports:
         if report.when != "call" and report.passed:
             return
         self.counts[report.outcome] += 1
-        self.counts["blind"] += report.skipped and _WANTS_A_GPU.search(str(report.longrepr)) is not None
+        self.counts["without_gpu"] += report.skipped and _WANTS_A_GPU.search(str(report.longrepr)) is not None
         if report.failed:
             lines = [line for line in report.longreprtext.splitlines() if line.startswith("E")] or [report.longreprtext]
             reason = " ".join(" ".join(lines).split())[:_REASON_CHARACTERS]
@@ -50,8 +50,8 @@ def run(rows: Path, paths: Sequence[str], chosen: str) -> int:
     counts = {f"num_{outcome}": number for outcome, number in sorted(reports.counts.items())}
     num_failed, num_ran = reports.counts["failed"], reports.counts["passed"] + reports.counts["failed"]
     check = f"failed: {num_failed} of the {num_ran} tests that ran" if num_failed else "passed"
-    if num_blind := reports.counts["blind"]:
-        check = f"failed: {num_blind} tests see no GPU"
+    if number := reports.counts["without_gpu"]:
+        check = f"failed: {number} tests see no GPU"
     if not num_ran:
         check = "failed: no test ran"
     append(rows, {"case": f"tests/{'+'.join(Path(path).stem for path in paths)}", "check": check, **counts})
