@@ -33,18 +33,32 @@ _MULTI: Mapping[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zbv": Sche
 TORCH_SCHEDULES = (*_SINGLE, *_MULTI)
 
 
-class _ToldStage(PipelineStage):
-    """torch's stage, with a callback after each forward."""
+class _CountingStage(PipelineStage):
+    """torch's stage, which counts the micro-batches that it keeps for backward; with a callback after each forward."""
 
     def __init__(self, after_forward: Callable[[], None], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._after_forward = after_forward
+        self.num_live = 0
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Do as PipelineStage, then call back."""
         output = super().forward_one_chunk(*args, **kwargs)
+        self.num_live += 1
         self._after_forward()
         return output
+
+    def backward_one_chunk(self, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
+        """Do as PipelineStage. Without its weight half a backward pass ends nothing."""
+        result = super().backward_one_chunk(*args, full_backward=full_backward, **kwargs)
+        self.num_live -= full_backward
+        return result
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Do as PipelineStage."""
+        result = super().backward_weight_one_chunk(*args, **kwargs)
+        self.num_live -= 1
+        return result
 
 
 class TorchSide:
@@ -83,11 +97,10 @@ class TorchSide:
         return self._most_live
 
     def _count(self) -> None:
-        live = sum(len(stage.fwd_cache) + len(stage.backward_state) for stage in self._stages)
-        self._most_live = max(self._most_live, live)
+        self._most_live = max(self._most_live, sum(stage.num_live for stage in self._stages))
 
 
-def _stages(config: Config, after_forward: Callable[[], None]) -> list[_ToldStage]:
+def _stages(config: Config, after_forward: Callable[[], None]) -> list[_CountingStage]:
     """Return this rank's chunks, as torch's stages with given shapes."""
     train, model, layout = config.train, config.model, layout_of(config)
     dtype, rank = getattr(torch, train.dtype), dist.get_rank()
@@ -96,7 +109,7 @@ def _stages(config: Config, after_forward: Callable[[], None]) -> list[_ToldStag
     logits = torch.empty(*tokens.shape, model.vocab_size, dtype=dtype, device="meta")
     last = len(layout.layers) - 1
     return [
-        _ToldStage(
+        _CountingStage(
             after_forward,
             torch_model(config, layout.layers[chunk]),
             chunk,

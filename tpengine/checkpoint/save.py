@@ -62,7 +62,9 @@ class Saver:
     ) -> None:
         self.directory, self._keep, self._besides, self._told = directory, keep, besides, told
         self._say, self._said = say, ""
-        self._group: ProcessGroup = dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, ProcessGroup), "every rank is a member"
+        self._group = group
         self._copies: dict[_Place, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._step = 0

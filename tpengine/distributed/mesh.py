@@ -170,9 +170,12 @@ def _own_group(axis: str, groups: list[list[int]], is_counted_alike: bool) -> Pr
         return dist.group.WORLD
     own = next(members for members in groups if dist.get_rank() in members)
     if is_counted_alike:
-        return dist.new_group(own, use_local_synchronization=True, group_desc=f"mesh_{axis}")
-    made = {tuple(members): dist.new_group(members, group_desc=f"mesh_{axis}") for members in groups}
-    return made[tuple(own)]
+        group = dist.new_group(own, use_local_synchronization=True, group_desc=f"mesh_{axis}")
+    else:
+        made = {tuple(members): dist.new_group(members, group_desc=f"mesh_{axis}") for members in groups}
+        group = made[tuple(own)]
+    assert isinstance(group, ProcessGroup), "this rank is a member"
+    return group
 
 
 def _has_made_groups_alike() -> bool:
