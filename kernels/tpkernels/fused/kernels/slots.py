@@ -39,8 +39,10 @@ def _added(
         own: the elements that stand in the place of slot `rank`, in its dtype.
     """
     if COUNT == 1:
-        # `own` is chosen by the mask of the load: a choice between two values takes more registers.
-        return widened(tl.load(p_slots + FIRST * slot_elements, mask=m_x & (rank != FIRST), other=own))
+        # `own` is chosen by the mask of the load: a choice between two values takes more registers. A scalar condition is
+        # chosen by, and not combined with `&`: triton 3.9's interpreter makes integers of that, which are no mask.
+        m_slot = tl.where(rank != FIRST, m_x, False)
+        return widened(tl.load(p_slots + FIRST * slot_elements, mask=m_slot, other=own))
     else:
         LEFT: tl.constexpr = 4 if COUNT > 4 else (2 if COUNT > 2 else 1)
         left = _added(p_slots, own, m_x, rank, slot_elements, FIRST, LEFT)
