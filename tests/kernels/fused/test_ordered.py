@@ -144,6 +144,9 @@ def without_effects(patch: pytest.MonkeyPatch) -> None:
     for name in OPERATORS:
         holder = torch._library.simple_registry.singleton.find(name).effect
         patch.setattr(holder, "_effect", None)
+    # From torch 2.14 on what was traced with an effect is noted in fx too, for as long as the process lives.
+    without = torch.fx.node._side_effectful_functions - {OPDEFS[name]._opoverload for name in OPERATORS}
+    patch.setattr(torch.fx.node, "_side_effectful_functions", without)
 
 
 def without_edges(patch: pytest.MonkeyPatch) -> None:
