@@ -304,6 +304,15 @@ def widened(b: tl.tensor) -> tl.tensor:
 
 
 @jit
+def only_if(condition: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Return a block's mask if a scalar condition holds, else all False.
+
+    Use it instead of `mask & condition`, of which triton 3.9's interpreter makes integers, and then refuses the mask.
+    """
+    return tl.where(condition, mask, False)
+
+
+@jit
 def dot(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
     """Return total + a @ b, with sums in float32.
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from tpkernels.launch import by_triton, cdiv, jit, run, tl, widened
+from tpkernels.launch import by_triton, cdiv, jit, only_if, run, tl, widened
 
 
 class _Numbers(NamedTuple):
@@ -115,7 +115,7 @@ def _adamw_kernel(
     o_element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_inside = o_element < num_elements
     if p_skip is not None:
-        m_inside = m_inside & (tl.load(p_skip) == 0)
+        m_inside = only_if(tl.load(p_skip) == 0, m_inside)
     # [BLOCK]
     b_grad = widened(tl.load(p_grad + o_element, mask=m_inside, other=0.0)).to(dtype)
     # [BLOCK]

@@ -31,7 +31,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpkernels.derivatives import differentiable_once, refuse_tangents
-from tpkernels.launch import accumulation_dtype, as_operator, by_triton, cdiv, jit, power_of_2, run, tl, widened
+from tpkernels.launch import (
+    accumulation_dtype,
+    as_operator,
+    by_triton,
+    cdiv,
+    jit,
+    only_if,
+    power_of_2,
+    run,
+    tl,
+    widened,
+)
 
 # Sequential additions per piece. The partial sums are at most 2 in 32 of the gradient's rows.
 _PIECE = 32
@@ -65,7 +76,7 @@ def _embedding_kernel(
     o_column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     m_column = o_column < num_columns
     i_row = tl.load(p_rows + i_token).to(tl.int64)
-    m_inside = m_column & (i_row >= 0) & (i_row < num_rows)
+    m_inside = only_if((i_row >= 0) & (i_row < num_rows), m_column)
     # [BLOCK_COLUMNS]
     b_weight = tl.load(p_weight + i_row * stride_weight + o_column, mask=m_inside, other=0.0)
     tl.store(p_y + i_token * num_columns + o_column, b_weight, mask=m_column)
@@ -129,7 +140,7 @@ def _add_segments_kernel(
                         i_row_beside = tl.load(p_rows + i_from - 1, mask=m_from & (i_from % 2 == 1), other=-1)
                         m_from = m_from & (i_row_beside != i_row)
                     # [BLOCK_COLUMNS]
-                    b_x = tl.load(p_x + i_from * stride_x + o_column, mask=m_column & m_from, other=0.0)
+                    b_x = tl.load(p_x + i_from * stride_x + o_column, mask=only_if(m_from, m_column), other=0.0)
                     b_sum += widened(b_x)
             if whole:
                 o_buffer = i_row.to(tl.int64) * stride_buffer + o_column.to(tl.int64) * STRIDE_BUFFER_COLUMN

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.derivatives import refuse_tangents
-from tpkernels.launch import accumulation_dtype, by_triton, cdiv, jit, power_of_2, run, tl, widened
+from tpkernels.launch import accumulation_dtype, by_triton, cdiv, jit, only_if, power_of_2, run, tl, widened
 
 # Heads with more elements leave too few registers per thread.
 _MOST_ELEMENTS = 1024
@@ -86,7 +86,7 @@ def _rope_kernel(
         b_sin = -b_sin
     for i in tl.static_range(NUM_HEADS_PER_PROGRAM):
         i_head = tl.program_id(1) * NUM_HEADS_PER_PROGRAM + i
-        m_row = m_token & (i_head < num_heads)
+        m_row = only_if(i_head < num_heads, m_token)
         o_x = o_token[:, None] * stride_token + i_head.to(tl.int64) * stride_head
         o_y = (o_token[:, None] * num_heads + i_head) * (2 * HALF)
         if INTERLEAVED:

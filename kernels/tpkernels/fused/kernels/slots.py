@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tpkernels.exchange.device_arena import DeviceArena
-from tpkernels.launch import INTERPRETED, cdiv, jit, num_processors, run, tl, widened
+from tpkernels.launch import INTERPRETED, cdiv, jit, num_processors, only_if, run, tl, widened
 from tpkernels.ops.matmul.configs import MatmulConfig
 from tpkernels.symmetric.signals_kernel import block_of, control_at, rank_of
 
@@ -39,10 +39,8 @@ def _added(
         own: the elements that stand in the place of slot `rank`, in its dtype.
     """
     if COUNT == 1:
-        # `own` is chosen by the mask of the load: a choice between two values takes more registers. A scalar condition is
-        # chosen by, and not combined with `&`: triton 3.9's interpreter makes integers of that, which are no mask.
-        m_slot = tl.where(rank != FIRST, m_x, False)
-        return widened(tl.load(p_slots + FIRST * slot_elements, mask=m_slot, other=own))
+        # `own` is chosen by the mask of the load: a choice between two values takes more registers.
+        return widened(tl.load(p_slots + FIRST * slot_elements, mask=only_if(rank != FIRST, m_x), other=own))
     else:
         LEFT: tl.constexpr = 4 if COUNT > 4 else (2 if COUNT > 2 else 1)
         left = _added(p_slots, own, m_x, rank, slot_elements, FIRST, LEFT)
