@@ -5,7 +5,9 @@ Their products are in products.py; biases are added behind them (bias.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from tpkernels.fused.matmul_reduce_scatter import matmul_problem, matmul_reduce_
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
 from tpengine.layers.linear.bias import add_cut_bias, add_whole_bias
+from tpengine.layers.linear.memory import Packing, lies_at
 from tpengine.layers.linear.prepared import PreparedWeight
 from tpengine.layers.linear.products import check_gather, column_product, is_traceable, row_product
 from tpengine.layers.linear.sizes import check_divides, check_tokens
@@ -36,6 +39,11 @@ class ColumnParallelLinear(nn.Module):
             heads than tp ranks); default none. Construction is then collective: all take the first one's weight.
         gathers_again: keep x[T/tp, D] for the weight gradient and gather it again there, instead of keeping x[T, D].
         dtype, device: of the weight, as torch.
+
+    Attributes:
+        borrows: the parameters are another layer's.
+        place: where the weight's owner keeps it, if that is neither this layer nor another: see memory.py.
+        is_fresh: the layer has given its weight other memory, and nothing has laid it out since.
 
     Shape: x [T/tp, D], this rank's tokens, contiguous; y [T, F/tp * replicas.size].
 
@@ -63,7 +71,9 @@ class ColumnParallelLinear(nn.Module):
         shards = comm.size // (replicas.size if replicas else 1)
         rows = check_divides("column-parallel out_features", out_features, shards)
         self.comm, self.replicas, self.gathers_again = comm, replicas, gathers_again
-        self.borrows = False
+        self.borrows, self.is_fresh = False, True
+        self.place: Tensor | None = None
+        self._packing: weakref.ref[Packing] | None = None
         self._prepared: PreparedWeight | None = None
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
@@ -76,6 +86,43 @@ class ColumnParallelLinear(nn.Module):
     def borrow(self, owner: ColumnParallelLinear) -> None:
         """Share the parameters of another layer of the same shape: both layers then have the same."""
         self.weight, self.bias, self.borrows = owner.weight, owner.bias, True
+
+    def pack_with(self, packing: Packing) -> None:
+        """Have `packing` lay the weight out beside others whenever this layer gives it other memory."""
+        self._packing = weakref.ref(packing)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ColumnParallelLinear:
+        before = self._memory()
+        super()._apply(fn, recurse)
+        if self._memory() != before:
+            self._has_moved()
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        before = self._parameters.get("weight")
+        super()._load_from_state_dict(*args)  # type: ignore[no-untyped-call]
+        if self._parameters.get("weight") is not before:
+            # assign=True: it is the state's tensor now.
+            self._has_moved()
+
+    def _memory(self) -> tuple[object, ...] | None:
+        weight = self._parameters.get("weight")
+        return None if weight is None else (weight.device, weight.dtype, weight.data_ptr())
+
+    def _has_moved(self) -> None:
+        if self.place is not None and not lies_at(self.weight, self.place):
+            raise RuntimeError(
+                f"a weight's memory has one owner: a weight {list(self.weight.shape)} that lies in flat buffers has "
+                "been given other memory: move a model, or load it with assign=True, before it is laid into buffers"
+            )
+        self.is_fresh = True
+        packing = self._packing() if self._packing is not None else None
+        if packing is not None:
+            packing.lay_out()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy's weight has memory of its own, and lies beside no others until its packing is copied too.
+        return {**self.__dict__, "_packing": None, "place": None, "is_fresh": True}
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T, F/tp]."""
