@@ -158,10 +158,13 @@ class PackedWeights:
             if index not in kept:
                 set_memory(flat, False)
 
+    def check_owned(self, index: int) -> None:
+        """See SlicedWeights."""
+        self.owned.check(self._members[index])
+
     def gather(self, index: int) -> None:
         """See SlicedWeights."""
         assert index not in self._pending, f"bucket {index} is being gathered"
-        self.owned.check(self._members[index])
         packed = self.own[index].new_empty(self._comm.size * self._packings[index].size)
         self._pending[index] = self._comm.start_all_gather(self.own[index], packed), packed
 

@@ -44,7 +44,7 @@ class SlicedWeights:
         of: by name, the elements of a parameter that lie in this replica's slices, one dim; views of `own`. Parameters
             of which it owns none are left out.
         parts: which elements those are, by name.
-        places: by name, the part of `flat` in which a parameter lies; these buffers own it (layers/linear/memory.py).
+        owned: the parameters, whose memory these buffers own.
 
     Memory: one element per weight; with SLICED 1/d of that, and what is gathered; with `once` 1/d.
     """
@@ -64,9 +64,6 @@ class SlicedWeights:
         self.own: dict[int, Tensor] = {}
         self.of: dict[str, Tensor] = {}
         self.parts: dict[str, Part] = {}
-        self.places: dict[str, Tensor] = {}
-        self._held = held
-        self._names = {index: layout.names for index, layout in layouts.items()}
         self.owned = OwnedWeights()
         self._names = {index: layout.names for index, layout in layouts.items()}
         self._pending: dict[int, Work] = {}
@@ -76,9 +73,7 @@ class SlicedWeights:
             flat = members[0].detach().new_zeros(comm.size * size) if once is None else once[index]
             pieces = flat[: layout.numel].split(list(layout.numels))
             for name, member, piece in zip(layout.names, members, pieces, strict=True):
-                self.places[name] = piece.as_strided(member.shape, dense_strides(member)).copy_(member.detach())
-                # Without a common count of writes: a gather is none that autograd should see.
-                member.data = self.places[name]
+                self.owned.take(name, member, piece.as_strided(member.shape, dense_strides(member)))
             own = flat[comm.rank * size :][:size]
             self.flat[index] = flat
             self.own[index] = own if index in self._kept else own.clone()
@@ -88,10 +83,13 @@ class SlicedWeights:
             if index not in self._kept:
                 set_memory(flat, False)
 
+    def check_owned(self, index: int) -> None:
+        """Assert that a gather of this bucket reaches its parameters."""
+        self.owned.check(self._names[index])
+
     def gather(self, index: int) -> None:
         """Begin gathering a bucket."""
         assert index not in self._pending, f"bucket {index} is being gathered"
-        assert_owned(self._held, self.places, self._names[index])
         if index not in self._kept:
             set_memory(self.flat[index], True)
         self._pending[index] = (

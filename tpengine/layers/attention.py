@@ -61,7 +61,9 @@ def tables_of(
     seq: int, head_size: int, rotation: Rotation, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each [S, E/2], of each position's angles."""
-    return rope_tables(seq, head_size, rotation.theta, scaling=rotation.scaling, dtype=dtype, device=device)
+    # The tables serve all modes: what is made under inference_mode could not be saved for a later backward.
+    with torch.inference_mode(False):
+        return rope_tables(seq, head_size, rotation.theta, scaling=rotation.scaling, dtype=dtype, device=device)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class PackedWeights:
         are_alike = len({(weight.dtype, weight.device) for weight in weights}) == 1
         if not are_alike or not all(layer.is_fresh and isinstance(layer.weight, Parameter) for layer in own):
             return
-        # A model that was moved under inference_mode may be trained afterwards.
+        # A model that was made or moved under inference_mode keeps weights that a backward can read.
         with torch.inference_mode(False):
             pieces = torch.cat([weight.detach() for weight in weights]).split([len(weight) for weight in weights])
             for layer, piece in zip(own, pieces, strict=True):
