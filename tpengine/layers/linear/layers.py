@@ -41,6 +41,7 @@ class ColumnParallelLinear(nn.Module):
         dtype, device: of the weight, as torch.
 
     Attributes:
+        rows: F/tp * replicas.size, those of the weight.
         borrows: the parameters are another layer's.
         place: where the weight's owner keeps it, if that is neither this layer nor another: see memory.py.
         is_fresh: the layer has given its weight other memory, and nothing has laid it out since.
@@ -70,7 +71,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         shards = comm.size // (replicas.size if replicas else 1)
         rows = check_divides("column-parallel out_features", out_features, shards)
-        self.comm, self.replicas, self.gathers_again = comm, replicas, gathers_again
+        self.comm, self.replicas, self.gathers_again, self.rows = comm, replicas, gathers_again, rows
         self.borrows, self.is_fresh = False, True
         self.place: Tensor | None = None
         self._packing: weakref.ref[Packing] | None = None
@@ -129,12 +130,14 @@ class ColumnParallelLinear(nn.Module):
         return with_biases(self._product(x), (self,))
 
     def _product(self, x: Tensor) -> Tensor:
+        # A weight may be computed: read it once.
+        weight = self.weight
         if is_traceable((self,)):
-            return all_gather_matmul(x, (self.weight,), self.comm)[0]
-        prepared = self._prepared and self._prepared.for_product(x, (self.weight,))
+            return all_gather_matmul(x, (weight,), self.comm)[0]
+        prepared = self._prepared and self._prepared.for_product(x, (weight,))
         if prepared is None:
-            check_gather(x, (self.weight,), self.comm)
-        return column_product(x, self.weight.detach(), prepared, (self,))
+            check_gather(x, (weight,), self.comm)
+        return column_product(x, weight.detach(), prepared, (self,), (weight,))
 
     def prepare(self, num_tokens: int) -> None:
         """Copy the weight into the layout that its matmuls read fastest; the copies are used until the weight changes.
@@ -144,7 +147,8 @@ class ColumnParallelLinear(nn.Module):
 
         Cost: memory of up to two copies of the weight, until `release`: see PreparedMatrix.
         """
-        self._prepared = PreparedWeight(self.weight.detach(), num_tokens // self.comm.num_row_parts, (self.weight,))
+        weight = self.weight
+        self._prepared = PreparedWeight(weight.detach(), num_tokens // self.comm.num_row_parts, (weight,))
 
     def release(self) -> None:
         """Free the prepared copies."""
@@ -153,7 +157,7 @@ class ColumnParallelLinear(nn.Module):
 
 def with_biases(y: Tensor, layers: Sequence[ColumnParallelLinear]) -> Tensor:
     """Add the layers' biases, of all or of none, to their products y[T, F/tp], side by side."""
-    biases = [(layer.bias, layer.replicas) for layer in layers if layer.bias is not None]
+    biases = [(bias, layer.replicas) for layer in layers if (bias := layer.bias) is not None]
     return add_cut_bias(y, biases, layers[0].sink) if biases else y
 
 
@@ -209,23 +213,26 @@ class RowParallelLinear(nn.Module):
 
     def biased(self, y: Tensor, sinks: Sequence[GradientSink]) -> Tensor:
         """Return y[T/tp, D] + b; each sink gets the gradient of its block of tokens."""
-        assert self.bias is not None
+        bias = self.bias
+        assert bias is not None
         if torch.compiler.is_compiling() and self.comm.size == 1:
-            return y + self.bias
-        return add_whole_bias(y, self.bias, self.comm, sinks)
+            return y + bias
+        return add_whole_bias(y, bias, self.comm, sinks)
 
     def _product(self, x: Tensor) -> Tensor:
         check_tokens(x.shape[0], self.comm.num_row_parts)
+        weight = self.weight
         if is_traceable((self,)):
-            return matmul_reduce_scatter(x, self.weight, self.comm)
-        prepared = self._prepared and self._prepared.for_product(x, (self.weight,))
-        if prepared is None and (problem := matmul_problem("matmul_reduce_scatter", x, self.weight, None)):
+            return matmul_reduce_scatter(x, weight, self.comm)
+        prepared = self._prepared and self._prepared.for_product(x, (weight,))
+        if prepared is None and (problem := matmul_problem("matmul_reduce_scatter", x, weight, None)):
             self.comm.refuse(x, problem)
-        return row_product(x, prepared, self)
+        return row_product(x, weight, prepared, self)
 
     def prepare(self, num_tokens: int) -> None:
         """Prepare the weight: see ColumnParallelLinear.prepare."""
-        self._prepared = PreparedWeight(self.weight.detach(), num_tokens // self.comm.num_row_parts, (self.weight,))
+        weight = self.weight
+        self._prepared = PreparedWeight(weight.detach(), num_tokens // self.comm.num_row_parts, (weight,))
 
     def release(self) -> None:
         """Free the prepared copies."""

@@ -72,10 +72,18 @@ class PackedWeights:
         """Map x[T/tp, D] to (y_0[T, F_0/tp], y_1[T, F_1/tp], ...) with one gather and one GEMM."""
         if is_traceable(self.layers) and self.layers[0].bias is None:
             return all_gather_matmul(x, [layer.weight for layer in self.layers], self.layers[0].comm)
-        return self.forward_packed(x).split([layer.weight.shape[0] for layer in self.layers], dim=1)
+        return self.forward_packed(x).split([layer.rows for layer in self.layers], dim=1)
 
-    def forward_packed(self, x: Tensor) -> Tensor:
-        """Map x[T/tp, D] to (y_0, y_1, ...)[T, F/tp], side by side in one tensor."""
+    def forward_packed(self, x: Tensor, members: Sequence[nn.Module] = ()) -> Tensor:
+        """Map x[T/tp, D] to (y_0, y_1, ...)[T, F/tp], side by side in one tensor.
+
+        Args:
+            x: this rank's tokens.
+            members: what stands in the places of the layers now. If a layer has been replaced, or has hooks, each is
+                called by itself, with a gather of its own: a packed product calls none of them.
+        """
+        if _are_called_alone(members or self.layers, self.layers):
+            return torch.cat([member(x) for member in members or self.layers], dim=1)
         return with_biases(self._product(x), self.layers)
 
     def _product(self, x: Tensor) -> Tensor:
@@ -84,9 +92,9 @@ class PackedWeights:
             return torch.cat(all_gather_matmul(x, weights, self.layers[0].comm), dim=1)
         prepared = self._prepared and self._prepared.for_product(x, weights)
         if prepared is not None:
-            return column_product(x, prepared.matrix, prepared, self.layers)
+            return column_product(x, prepared.matrix, prepared, self.layers, weights)
         check_gather(x, weights, self.layers[0].comm)
-        return column_product(x, self._packed(weights), None, self.layers)
+        return column_product(x, self._packed(weights), None, self.layers, weights)
 
     def _packed(self, weights: Sequence[Tensor]) -> Tensor:
         """Return the weights behind each other, as they are now."""
@@ -102,6 +110,14 @@ class PackedWeights:
         if is_told:
             self._copy = copy
         return copy
+
+
+def _are_called_alone(members: Sequence[nn.Module], layers: Sequence[nn.Module]) -> bool:
+    for member, layer in zip(members, layers, strict=True):
+        hooks = member._forward_hooks or member._forward_pre_hooks or member._backward_hooks
+        if member is not layer or hooks or member._backward_pre_hooks:
+            return True
+    return False
 
 
 def _as_one(weights: Sequence[Tensor]) -> Tensor | None:
