@@ -6,9 +6,9 @@ computed. What the sink returns, the Function returns to autograd.
 `ParamGradSink` returns the gradient. It is the default of every layer: so weights may be computed (parametrizations,
 functional_call) and hooked, `torch.autograd.grad` finds them, and the layers work in any model under any optimizer.
 `BufferSink` accumulates into the flat buffers of the engine and returns nothing: where dtypes agree, the GEMM
-accumulates without an intermediate tensor. `DeferringSink` wraps another sink and lets a schedule run the weight half of
-a backward pass later than its input half. The price of these two: the gradient is a side effect of backward. It reaches
-parameters only, of which no hook of torch's is called in a buffer; `check_reaches` refuses other weights.
+accumulates without an intermediate tensor. `DeferringSink` wraps another sink and lets a schedule run the weight half
+of a backward pass later than its input half. The price of these two: the gradient is a side effect of backward. It
+reaches parameters only, and hooks are not called as torch calls them; `check_reaches` refuses such weights.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class BufferSink(_ImmediateSink):
     """
 
     def __init__(self) -> None:
-        self._places: dict[Tensor, tuple[Tensor, int]] = {}
+        self._places: Mapping[Any, tuple[Tensor, int]] = {}
         self._buckets: Buckets
 
     def __deepcopy__(self, memo: object) -> ParamGradSink:
@@ -296,7 +296,8 @@ def check_reaches(sink: GradientSink, weight: Tensor, name: str) -> None:
 
     Raises:
         ValueError: the sink is not autograd's, and the weight is computed, replaced by functional_call, or has hooks
-            that would be given no gradient. Those that follow an accumulation are called in a weight half too.
+            that would be given no gradient. Where a schedule splits backward, hooks that follow an accumulation are
+            called at the end of both halves: DataParallel's need no more.
 
     Cost: for a parameter without hooks, three questions.
     """

@@ -1,4 +1,4 @@
-"""Rung: gloo ranks. Weights that are computed, replaced for a call, hooked or asked for train as those of torch's layers.
+"""Rung: gloo ranks. Weights that are computed, replaced for a call, hooked or asked for train as torch's layers do.
 
 Each layer beside the same arithmetic on plain tensors, whole. What a sink past autograd would lose is refused.
 """
@@ -283,17 +283,18 @@ def test_what_a_sink_past_autograd_would_lose_is_refused(name: str) -> None:
 
 
 def test_a_weight_half_calls_the_hooks_that_follow_an_accumulation() -> None:
+    """When the gradient is there; autograd calls them at the end of the input half too."""
     halves = WeightHalves()
     for name in LAYERS:
         model, x = made(name, Communicator(None), DeferringSink(ParamGradSink(), halves))
         want = plain_gradients(model, x)
-        seen: set[Tensor] = set()
+        seen: dict[Tensor, Tensor | None] = {}
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(seen.add)
+            parameter.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.update({p: p.grad}))  # type: ignore[misc]
         with halves.of((0, 0)):
             model(x).backward()
-        assert not seen and all(parameter.grad is None for parameter in model.parameters())
+        assert all(parameter.grad is None for parameter in model.parameters())
         halves.run((0, 0))
-        assert seen == set(model.parameters())
+        assert all(seen[parameter] is parameter.grad for parameter in model.parameters())
         for path, parameter in model.named_parameters():
             close(parameter.grad, want[path], (name, path))

@@ -128,11 +128,11 @@ def train_moved(config: Config, asserts: bool) -> Found:
 def test_packing_that_moves_what_a_bucket_owns_is_caught(ranks: RankPool) -> None:
     """By the gather that follows, and without that assertion by the bits."""
     config = small_config(*DRAWN[0])
-    with pytest.raises(RankError, match="one owner per weight: layers.0.self_attn"):
+    with pytest.raises(RankError, match=r"one owner per weight: layers\.0\.self_attn"):
         ranks.run(train_moved, 4, config, True)
     reference = alone(config)
     want = merge(reference, ranks.run(train, 1, reference))
-    with pytest.raises(AssertionError, match="digests differ|than a rank before it|differ from rank 0"):
+    with pytest.raises(AssertionError, match=r"digests differ|than a rank before it|differ from rank 0"):
         assert_same_bits(merge(config, ranks.run(train_moved, 4, config, False)), want)
 
 

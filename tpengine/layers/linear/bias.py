@@ -4,8 +4,8 @@
     whole:   x[T/tp, D] + b[D]                 behind an input-parallel product; db partial(tp), over this rank's tokens
     places:  x[T/tp, D] + w[position of each token]
 
-Like weights, they give their gradients to a sink, which may leave them to autograd. What is whole on every rank takes several sinks, each for an equal
-block of the tokens: so exact mode's sums do not depend on the layout.
+Like weights, they give their gradients to a sink, which may leave them to autograd. What is whole on every rank takes
+several sinks, each for an equal block of the tokens: so exact mode's sums do not depend on the layout.
 """
 
 from __future__ import annotations

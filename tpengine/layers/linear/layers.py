@@ -101,7 +101,7 @@ class ColumnParallelLinear(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         before = self._parameters.get("weight")
-        super()._load_from_state_dict(*args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(*args)
         if self._parameters.get("weight") is not before:
             # assign=True: it is the state's tensor now.
             self._has_moved()

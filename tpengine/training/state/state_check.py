@@ -112,7 +112,8 @@ def _check_what_forward_reads(trainer: Trainer, num_steps: int) -> None:
         master = trainer.optimizer.masters[name]
         if master is not weight and not _same_bits(weight.detach(), master.detach().to(weight.dtype)):
             wrong.append(name)
-    (first,) = max_over_ranks([max((-float(places.of("", name)) for name in wrong), default=-torch.inf)], trainer.device)
+    numbers = [-float(places.of("", name)) for name in wrong]
+    (first,) = max_over_ranks([max(numbers, default=-torch.inf)], trainer.device)
     if first != -torch.inf:
         raise RunError(
             f"forward must read the weights that are trained: after step {num_steps} {places.name(int(-first))} is "
