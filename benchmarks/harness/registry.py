@@ -128,6 +128,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "a directory of weights becomes a model, on 1 rank and on 4, against transformers' from_pretrained",
             ),
             (
+                "index",
+                "training.checkpoint_index",
+                "the index of an 8B's checkpoint, checked and read, at dp 64 to 1,024",
+            ),
+            (
                 "kernels",
                 "kernels.command",
                 "each operator against torch's, compiled torch's, Liger's, or its own of any revision",

@@ -45,10 +45,10 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_second_order(what: str) -> None:
-    """Raise RuntimeError in a backward under create_graph=True that adds gradients where autograd does not see them."""
+    """Raise RuntimeError in a backward under create_graph=True whose weight gradients have no derivative."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{what} is differentiable once, and its weight gradients go to a sink: got create_graph=True: leave it out"
+            f"{what} is differentiable once, and so are its weights: got create_graph=True: leave it out"
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tpengine.data_parallel.buckets import GradientBuckets, Layout
+from tpengine.data_parallel.owned_weights import OwnedWeights
 from tpengine.data_parallel.sliced_buckets import set_memory
 from tpengine.layers.collectives import Communicator, Work
 from tpengine.layout.slices import BlockCut, Part
@@ -122,7 +123,7 @@ class PackedWeights:
         kept: buckets that are always whole (Weights.UPDATED); the others are SLICED.
 
     Attributes:
-        flat, own, of, parts: as SlicedWeights.
+        flat, own, of, parts, owned: as SlicedWeights.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class PackedWeights:
         self.parts: dict[str, Part] = {}
         self._packings: dict[int, Packing] = {}
         self._members: dict[int, dict[str, Tensor]] = {}
+        self.owned = OwnedWeights()
         self._pending: dict[int, tuple[Work, Tensor]] = {}
         for index, names in buckets.items():
             packing = self._packings[index] = Packing({name: cuts[name] for name in names})
@@ -149,12 +151,16 @@ class PackedWeights:
             self.own[index] = flat.new_zeros(packing.size)
             self._members[index] = dict(zip(names, flat.split(numels), strict=True))
             for name, member in zip(names, members, strict=True):
-                member.data = self._members[index][name].view(member.shape)
+                self.owned.take(name, member, self._members[index][name].view(member.shape))
                 part = packing.part(name, comm.rank)
                 if part.in_tensor.start < part.in_tensor.stop:
                     self.parts[name], self.of[name] = part, self.own[index][part.in_slice]
             if index not in kept:
                 set_memory(flat, False)
+
+    def check_owned(self, index: int) -> None:
+        """See SlicedWeights."""
+        self.owned.check(self._members[index])
 
     def gather(self, index: int) -> None:
         """See SlicedWeights."""
@@ -174,6 +180,10 @@ class PackedWeights:
     def is_complete(self, index: int) -> bool:
         """See SlicedWeights."""
         return self._pending[index][0].is_complete()
+
+    def is_kept(self, index: int) -> bool:
+        """See SlicedWeights."""
+        return index in self._kept
 
     def free(self, index: int) -> None:
         """See SlicedWeights."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tpengine.data_parallel.buckets import dense_strides
+from tpengine.data_parallel.owned_weights import OwnedWeights
 from tpengine.data_parallel.sliced_buckets import set_memory
 from tpengine.layers.collectives import Communicator, Done, Work
 from tpengine.layout.parameters import BucketLayout
@@ -43,6 +44,7 @@ class SlicedWeights:
         of: by name, the elements of a parameter that lie in this replica's slices, one dim; views of `own`. Parameters
             of which it owns none are left out.
         parts: which elements those are, by name.
+        owned: the parameters, whose memory these buffers own.
 
     Memory: one element per weight; with SLICED 1/d of that, and what is gathered; with `once` 1/d.
     """
@@ -62,14 +64,16 @@ class SlicedWeights:
         self.own: dict[int, Tensor] = {}
         self.of: dict[str, Tensor] = {}
         self.parts: dict[str, Part] = {}
+        self.owned = OwnedWeights()
+        self._names = {index: layout.names for index, layout in layouts.items()}
         self._pending: dict[int, Work] = {}
         for index, layout in layouts.items():
             size = slice_numel(layout, comm.size)
             members = [held[name] for name in layout.names]
             flat = members[0].detach().new_zeros(comm.size * size) if once is None else once[index]
-            for member, piece in zip(members, flat[: layout.numel].split(list(layout.numels)), strict=True):
-                # Without a common count of writes: a gather is none that autograd should see.
-                member.data = piece.as_strided(member.shape, dense_strides(member)).copy_(member.detach())
+            pieces = flat[: layout.numel].split(list(layout.numels))
+            for name, member, piece in zip(layout.names, members, pieces, strict=True):
+                self.owned.take(name, member, piece.as_strided(member.shape, dense_strides(member)))
             own = flat[comm.rank * size :][:size]
             self.flat[index] = flat
             self.own[index] = own if index in self._kept else own.clone()
@@ -78,6 +82,10 @@ class SlicedWeights:
                 self.parts[part.name] = part
             if index not in self._kept:
                 set_memory(flat, False)
+
+    def check_owned(self, index: int) -> None:
+        """Assert that a gather of this bucket reaches its parameters."""
+        self.owned.check(self._names[index])
 
     def gather(self, index: int) -> None:
         """Begin gathering a bucket."""
@@ -98,6 +106,10 @@ class SlicedWeights:
     def is_complete(self, index: int) -> bool:
         """Return whether `wait` would return at once."""
         return self._pending[index].is_complete()
+
+    def is_kept(self, index: int) -> bool:
+        """Return whether a bucket is always whole, and never freed."""
+        return index in self._kept
 
     def free(self, index: int) -> None:
         """Take a bucket's memory away; its slice stays."""

@@ -61,7 +61,9 @@ def tables_of(
     seq: int, head_size: int, rotation: Rotation, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin, each [S, E/2], of each position's angles."""
-    return rope_tables(seq, head_size, rotation.theta, scaling=rotation.scaling, dtype=dtype, device=device)
+    # The tables serve all modes: what is made under inference_mode could not be saved for a later backward.
+    with torch.inference_mode(False):
+        return rope_tables(seq, head_size, rotation.theta, scaling=rotation.scaling, dtype=dtype, device=device)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -353,6 +355,8 @@ class Attention(nn.Module):
         self.q_proj = ColumnParallelLinear(hidden_size, q_size, comm, bias=qkv_bias, **options)
         self.k_proj = ColumnParallelLinear(hidden_size, kv_size, comm, bias=qkv_bias, replicas=replicas, **options)
         self.v_proj = ColumnParallelLinear(hidden_size, kv_size, comm, bias=qkv_bias, replicas=replicas, **options)
+        # Of this rank.
+        self._num_heads = self.q_proj.rows // self.head_size, self.k_proj.rows // self.head_size
         if head_norm is not None:
             self.q_norm, self.k_norm = (head_norm(self.head_size, comm) for _ in range(2))
         self._norms_heads = head_norm is not None
@@ -368,9 +372,9 @@ class Attention(nn.Module):
                 f"{-(-num_tokens // seq) * seq} tokens"
             )
         comm = self.o_proj.comm
-        heads, kv_heads = (len(layer.weight) // self.head_size for layer in (self.q_proj, self.k_proj))
+        heads, kv_heads = self._num_heads
         drop = self.dropout.of_heads(comm.rank * heads, comm.size * heads) if self.dropout else None
-        qkv = self._qkv.forward_packed(x)
+        qkv = self._qkv.forward_packed(x, (self.q_proj, self.k_proj, self.v_proj))
         norms = (self.q_norm, self.k_norm) if self._norms_heads else None
         if isinstance(seq, KeyValueCache):
             attended: Tensor = self.o_proj(

@@ -1,20 +1,20 @@
 """Where weight gradients go: the sink protocol, the engine's sinks, and the sink for other models.
 
-Matmul Functions return dx only. Their backward hands (param, x, dy) to a sink, which decides when and where the weight
-gradient is computed. This has two advantages: where dtypes agree, the GEMM accumulates into the buffer without an
-intermediate tensor; and a pipeline schedule may compute weight gradients later than dx. It has one price: weight
-gradients are only a side effect of backward. `torch.autograd.grad` cannot return them; it returns dx, and accumulates
-them too.
+The backward of a layer's Function hands (param, x, dy) to a sink, which decides when and where the weight gradient is
+computed. What the sink returns, the Function returns to autograd.
 
-`ParamGradSink` adds to `param.grad` at once, as torch would. It is the default of every layer, so that the layers work
-in any model under any optimizer. `BufferSink` accumulates into the flat buffers of the engine. `DeferringSink` wraps
-another sink and lets a schedule run the weight half of a backward pass later than its input half.
+`ParamGradSink` returns the gradient. It is the default of every layer: so weights may be computed (parametrizations,
+functional_call) and hooked, `torch.autograd.grad` finds them, and the layers work in any model under any optimizer.
+`BufferSink` accumulates into the flat buffers of the engine and returns nothing: where dtypes agree, the GEMM
+accumulates without an intermediate tensor. `DeferringSink` wraps another sink and lets a schedule run the weight half
+of a backward pass later than its input half. The price of these two: the gradient is a side effect of backward. It
+reaches parameters only, and hooks are not called as torch calls them; `check_reaches` refuses such weights.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,12 +27,15 @@ from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 
 from tpengine.layers.collectives import Communicator
 
-WeightPairs = Sequence[tuple[Parameter, Tensor, Communicator | None]]
+WeightPairs = Sequence[tuple[Tensor, Tensor, Communicator | None]]
+Gradients = Sequence[Tensor | None]
 
 
 @runtime_checkable
 class GradientSink(Protocol):
     """Takes the weight gradients of one backward pass.
+
+    Each method returns the gradient if autograd is to accumulate it, or None if the sink has taken it.
 
     `defers` tells a layer that this backward pass is an input half: what the layer gives now is added later. A layer
     that would gather a tensor only for its weight gradients then leaves that gather to `weight_grads`.
@@ -52,7 +55,7 @@ class GradientSink(Protocol):
         *,
         gather_x: Communicator | None = None,
         gather_dy: Communicator | None = None,
-    ) -> None:
+    ) -> Gradients:
         """Add dw_i[out_i, in] = dy_i[T, out_i].T @ x[T, in] to each parameter's gradient, after one gather for all.
 
         Args:
@@ -61,13 +64,13 @@ class GradientSink(Protocol):
             gather_x, gather_dy: the ranks over which to gather x, or each dy_i, before the product; None: it is whole.
         """
 
-    def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
+    def weight_grad(self, param: Tensor, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> Tensor | None:
         """Add dw[out, in] = dy[T, out].T @ x[T, in] to the gradient of `param`."""
 
-    def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
+    def add(self, param: Tensor, grad: Tensor, partial: Communicator | None = None) -> Tensor | None:
         """Add a gradient that is already computed, of `param`'s shape, in the accumulation dtype."""
 
-    def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
+    def add_rows(self, param: Tensor, rows: Tensor, grad: Tensor) -> Tensor | None:
         """Add grad[n, :] to row rows[n] of the gradient of `param`, for every n.
 
         Rows may repeat; those outside `param` are skipped.
@@ -89,33 +92,35 @@ class _ImmediateSink:
         *,
         gather_x: Communicator | None = None,
         gather_dy: Communicator | None = None,
-    ) -> None:
+    ) -> Gradients:
         """See GradientSink."""
         full = x if gather_x is None else gather_x.all_gather(x)
-        for param, dy, partial in pairs:
+        return [
             self.weight_grad(param, full, dy if gather_dy is None else gather_dy.all_gather(dy.contiguous()), partial)
+            for param, dy, partial in pairs
+        ]
 
-    def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
+    def weight_grad(self, param: Tensor, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> Tensor | None:
         """See GradientSink."""
         raise NotImplementedError
 
 
 class ParamGradSink(_ImmediateSink):
-    """Accumulate into `param.grad` at once, in the parameter's dtype, and all-reduce partial sums at once.
+    """Return gradients to autograd, which casts and accumulates them as any other; all-reduce partial sums at once.
 
     Cost: one all-reduce over `partial` per norm weight and micro-batch; the engine's sink leaves that sum to a bucket.
     """
 
-    def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
-        self.add(param, dy.T @ x, partial)
+    def weight_grad(self, param: Tensor, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> Tensor | None:
+        return self.add(param, dy.T @ x, partial)
 
-    def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
-        if partial is not None and partial.size > 1:
-            grad = partial.all_reduce_(grad.contiguous())
-        _gradient_of(param).add_(grad)
+    def add(self, param: Tensor, grad: Tensor, partial: Communicator | None = None) -> Tensor | None:
+        return partial.all_reduce_(grad.contiguous()) if partial is not None and partial.size > 1 else grad
 
-    def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
-        add_rows_(_gradient_of(param), rows, grad.to(param.dtype))
+    def add_rows(self, param: Tensor, rows: Tensor, grad: Tensor) -> Tensor | None:
+        total = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+        add_rows_(total, rows, grad.to(param.dtype))
+        return total
 
 
 class Buckets(Protocol):
@@ -133,7 +138,7 @@ class BufferSink(_ImmediateSink):
     """
 
     def __init__(self) -> None:
-        self._places: dict[Parameter, tuple[Tensor, int]] = {}
+        self._places: Mapping[Any, tuple[Tensor, int]] = {}
         self._buckets: Buckets
 
     def __deepcopy__(self, memo: object) -> ParamGradSink:
@@ -149,17 +154,17 @@ class BufferSink(_ImmediateSink):
         """
         self._places, self._buckets = dict(places), buckets
 
-    def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
+    def weight_grad(self, param: Tensor, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
         buffer, bucket = self._places[param]
         accumulate_wgrad(buffer, dy, x)
         self._buckets.contributed(bucket)
 
-    def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
+    def add(self, param: Tensor, grad: Tensor, partial: Communicator | None = None) -> None:
         buffer, bucket = self._places[param]
         buffer.add_(grad)
         self._buckets.contributed(bucket)
 
-    def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
+    def add_rows(self, param: Tensor, rows: Tensor, grad: Tensor) -> None:
         buffer, bucket = self._places[param]
         add_rows_(buffer, rows, grad)
         self._buckets.contributed(bucket)
@@ -235,36 +240,81 @@ class DeferringSink:
         *,
         gather_x: Communicator | None = None,
         gather_dy: Communicator | None = None,
-    ) -> None:
+    ) -> Gradients:
         """See GradientSink."""
         # Not through _now_or_later, to save a call: nearly all weight gradients come this way.
         if self.halves.is_open:
-            self.halves.add(
-                functools.partial(self.inner.weight_grads, pairs, x, gather_x=gather_x, gather_dy=gather_dy)
-            )
-        else:
-            self.inner.weight_grads(pairs, x, gather_x=gather_x, gather_dy=gather_dy)
+            self.halves.add(functools.partial(self._add_pairs, pairs, x, gather_x, gather_dy))
+            return [None] * len(pairs)
+        return self.inner.weight_grads(pairs, x, gather_x=gather_x, gather_dy=gather_dy)
 
-    def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
+    def weight_grad(self, param: Tensor, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> Tensor | None:
         """See GradientSink."""
-        self._now_or_later(self.inner.weight_grad, param, x, dy, partial)
+        return self._now_or_later(self.inner.weight_grad, param, x, dy, partial)
 
-    def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
+    def add(self, param: Tensor, grad: Tensor, partial: Communicator | None = None) -> Tensor | None:
         """See GradientSink."""
-        self._now_or_later(self.inner.add, param, grad, partial)
+        return self._now_or_later(self.inner.add, param, grad, partial)
 
-    def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
+    def add_rows(self, param: Tensor, rows: Tensor, grad: Tensor) -> Tensor | None:
         """See GradientSink."""
-        self._now_or_later(self.inner.add_rows, param, rows, grad)
+        return self._now_or_later(self.inner.add_rows, param, rows, grad)
 
-    def _now_or_later(self, contribute: Callable[..., None], *args: Any) -> None:
-        if self.halves.is_open:
-            self.halves.add(functools.partial(contribute, *args))
-        else:
-            contribute(*args)
+    def _now_or_later(self, contribute: Callable[..., Tensor | None], param: Tensor, *args: Any) -> Tensor | None:
+        if not self.halves.is_open:
+            return contribute(param, *args)
+        self.halves.add(lambda: _accumulate(param, contribute(param, *args)))
+        return None
+
+    def _add_pairs(
+        self, pairs: WeightPairs, x: Tensor, gather_x: Communicator | None, gather_dy: Communicator | None
+    ) -> None:
+        gradients = self.inner.weight_grads(pairs, x, gather_x=gather_x, gather_dy=gather_dy)
+        for (param, _, _), gradient in zip(pairs, gradients, strict=True):
+            _accumulate(param, gradient)
 
 
-def _gradient_of(param: Parameter) -> Tensor:
-    if param.grad is None:
-        param.grad = torch.zeros_like(param)
-    return param.grad
+def _accumulate(param: Tensor, gradient: Tensor | None) -> None:
+    """Do what autograd does with a gradient that a backward returns: hooks, then `.grad`."""
+    if gradient is not None:
+        torch.autograd.backward([param], [gradient.to(param.dtype)])
+
+
+def total_of(gradients: Iterable[Tensor | None]) -> Tensor | None:
+    """Add what several sinks return for blocks of one gradient, in order; None if they have taken all of it."""
+    found = [gradient for gradient in gradients if gradient is not None]
+    return functools.reduce(torch.add, found) if found else None
+
+
+def check_reaches(sink: GradientSink, weight: Tensor, name: str) -> None:
+    """Refuse a weight that the sink's gradient would not reach: it would be trained by nobody, without a word.
+
+    Args:
+        sink: where the gradient goes.
+        weight: as a layer is about to use it.
+        name: of the weight, for the message.
+
+    Raises:
+        ValueError: the sink is not autograd's, and the weight is computed, replaced by functional_call, or has hooks
+            that would be given no gradient. Where a schedule splits backward, hooks that follow an accumulation are
+            called at the end of both halves: DataParallel's need no more.
+
+    Cost: for a parameter without hooks, three questions.
+    """
+    is_hooked = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+    is_parameter = isinstance(weight, Parameter) and weight.is_leaf
+    if (is_parameter and not is_hooked) or isinstance(sink, ParamGradSink):
+        return
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return
+    if isinstance(sink, DeferringSink) and isinstance(sink.inner, ParamGradSink):
+        if is_parameter and not weight._backward_hooks:
+            return
+        where, remedy = "a schedule that splits backward", "use schedule 1f1b or interleaved"
+    else:
+        where, remedy = "a flat gradient buffer", "train the layer with its default sink"
+    what = "has hooks on its gradient" if is_parameter else "is computed (a parametrization, functional_call)"
+    raise ValueError(
+        f"{where} adds to a layer's own parameters, past autograd: {name} {list(weight.shape)} {what}: {remedy}, or "
+        f"{'remove the hooks' if is_parameter else 'make it a parameter: parametrize.remove_parametrizations'}"
+    )

@@ -89,7 +89,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
-        hidden: Tensor = applied(_Activation, self._gate_up.forward_packed(x), self.activation, self.gated)
+        members = (self.gate_proj, self.up_proj) if self.gated else (self.up_proj,)
+        packed = self._gate_up.forward_packed(x, members)
+        hidden: Tensor = applied(_Activation, packed, self.activation, self.gated)
         if self.dropout is not None:
             comm, columns = self.down_proj.comm, hidden.shape[1]
             hidden = self.dropout(hidden, 0, comm.rank * columns, comm.size * columns)

@@ -12,7 +12,13 @@ from tpkernels.derivatives import applied, refuse_second_order
 from tpkernels.ops.norm.operator import norm_backward, norm_forward
 
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, accumulation_dtype
+from tpengine.layers.gradient_sink import (
+    GradientSink,
+    ParamGradSink,
+    accumulation_dtype,
+    check_reaches,
+    total_of,
+)
 
 
 class _Norm(torch.autograd.Function):
@@ -33,8 +39,8 @@ class _Norm(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         residual: Tensor | None,
-        weight: Parameter,
-        bias: Parameter | None,
+        weight: Tensor,
+        bias: Tensor | None,
         norm: Norm,
         sinks: Sequence[GradientSink],
     ) -> tuple[Tensor, Tensor | None]:
@@ -50,12 +56,13 @@ class _Norm(torch.autograd.Function):
         total, factor, mean, rstd = ctx.saved_tensors
         norm, has_bias = ctx.norm, ctx.bias is not None
         dx, sums = norm_backward(dy, dtotal, total, factor, mean, rstd, len(ctx.sinks), norm.centered, has_bias)
-        for parameter, blocks in zip((ctx.weight, ctx.bias), sums, strict=False):
-            if parameter.requires_grad:
-                for sink, block in zip(ctx.sinks, blocks, strict=True):
-                    sink.add(parameter, block, norm.comm)
+        found: list[Tensor | None] = [None, None]
+        for i, (parameter, blocks) in enumerate(zip((ctx.weight, ctx.bias), sums, strict=False)):
+            if ctx.needs_input_grad[2 + i]:
+                given = zip(ctx.sinks, blocks, strict=True)
+                found[i] = total_of([sink.add(parameter, block, norm.comm) for sink, block in given])
         of_x, of_residual = (dx if needed else None for needed in ctx.needs_input_grad[:2])
-        return of_x, of_residual, None, None, None, None
+        return of_x, of_residual, *found, None, None
 
 
 class Norm(nn.Module):
@@ -98,7 +105,7 @@ class Norm(nn.Module):
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x, residual[T/tp, D] -> (y, total)[T/tp, D], total = x + residual, in one pass."""
-        y, total = applied(_Norm, x, residual, self.weight, self.bias, self, (self.sink,))
+        y, total = self._normed(x, residual, (self.sink,))
         return y, total
 
     def in_blocks(self, x: Tensor, sinks: Sequence[GradientSink]) -> Tensor:
@@ -106,8 +113,15 @@ class Norm(nn.Module):
 
         On a CPU no operation takes rows of two blocks: a block has the bits of a call of its own.
         """
-        y: Tensor = applied(_Norm, x, None, self.weight, self.bias, self, sinks)[0]
+        y: Tensor = self._normed(x, None, sinks)[0]
         return y
+
+    def _normed(self, x: Tensor, residual: Tensor | None, sinks: Sequence[GradientSink]) -> Any:
+        weight, bias = self.weight, self.bias
+        check_reaches(sinks[0], weight, f"the weight of {type(self).__name__}")
+        if bias is not None:
+            check_reaches(sinks[0], bias, f"the bias of {type(self).__name__}")
+        return applied(_Norm, x, residual, weight, bias, self, sinks)
 
 
 class RMSNorm(Norm):

@@ -35,7 +35,7 @@ from tpkernels.derivatives import differentiable_once
 from tpengine.layers.collectives import Communicator, ShardCommunicator
 from tpengine.layers.linear.bias import LearnedPositions
 from tpengine.layers.linear.layers import ColumnParallelLinear, RowParallelLinear
-from tpengine.layers.linear.prepared import contents_of
+from tpengine.layers.linear.prepared import Contents
 from tpengine.layers.linear.sizes import check_tokens
 from tpengine.layers.norm import Norm
 from tpengine.layers.rows.cache import Rows
@@ -237,7 +237,7 @@ class ExactMatmuls(ExactLayer):
         self, shards: Shards, layers: Sequence[nn.Module], join: Callable[[Sequence[Tensor], Shards], Tensor]
     ) -> None:
         super().__init__(shards, layers, spread, join)
-        self._prepared_of: list[tuple[int, int]] | None = None
+        self._prepared_of: Contents | None = None
         self._linears = [part for part in self.modules() if isinstance(part, ColumnParallelLinear | RowParallelLinear)]
         self._outputs = [part for part in self._linears if isinstance(part, RowParallelLinear)]
         for output in self._outputs:
@@ -245,7 +245,7 @@ class ExactMatmuls(ExactLayer):
 
     def forward(self, x: Tensor, *arguments: Any) -> Tensor:
         """Compute the layer of x[T/tp, D]; the output's shape follows from `join`."""
-        if self._prepared_of != self._contents():
+        if self._prepared_of is None or not self._prepared_of.is_of(self._weights()):
             self.prepare(len(x) * self.cut.comm.size)
         y = super().forward(x, *arguments)
         if self._outputs and self._outputs[0].bias is not None:
@@ -260,7 +260,7 @@ class ExactMatmuls(ExactLayer):
         """
         for layer in self._layers():
             layer.prepare(num_tokens * self.cut.size)
-        self._prepared_of = self._contents()
+        self._prepared_of = Contents(self._weights())
 
     def release(self) -> None:
         """Free the prepared weights of all held shards."""
@@ -271,8 +271,8 @@ class ExactMatmuls(ExactLayer):
     def _layers(self) -> Iterator[Any]:
         yield from self.shards.values()
 
-    def _contents(self) -> list[tuple[int, int]]:
-        return contents_of([linear.weight for linear in self._linears])
+    def _weights(self) -> list[Tensor]:
+        return [linear.weight for linear in self._linears]
 
 
 class ExactNorm(HeldShards):

@@ -16,7 +16,7 @@ from tpengine.distributed.groups import Communicators
 from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import make_deterministic
 from tpengine.layers.gradient_sink import BufferSink, DeferringSink, WeightHalves, accumulation_dtype
-from tpengine.layers.linear.packed import adopt_moved_weights
+from tpengine.layers.linear.packed import declare_places
 from tpengine.layout.parameters import in_order_of_packing
 from tpengine.layout.slices import BlockCut
 from tpengine.layout.step_plan import Layout, reduced_of, weights_of
@@ -85,7 +85,7 @@ def _fast(
     if not layout.zero:
         return Assembled(model, FastGradients(buckets, model.held, **options))
     sliced = SlicedWeights(buckets, model.held, comms.dp, _kept_whole(config, layout, buckets))
-    adopt_moved_weights(model)
+    _declare(model, sliced)
     each = reduced_of(config) is Reduced.MICROBATCH
     return Assembled(model, SlicedGradients(buckets, model.pieces, model.held, each=each, **options), sliced)
 
@@ -130,8 +130,12 @@ def _exact(
     cuts = {name: BlockCut.of(name, parameter.numel(), comms.dp.size) for name, parameter in model.held.items()}
     kept = _kept_whole(config, layout, members)
     sliced = PackedWeights(members, cuts, model.held, comms.dp, kept)
-    adopt_moved_weights(model)
+    _declare(model, sliced)
     return Assembled(model, gradients, sliced)
+
+
+def _declare(model: Transformer, sliced: SlicedWeights | PackedWeights) -> None:
+    declare_places(model, {model.held[name]: place for name, place in sliced.owned.places.items()})
 
 
 def _kept_whole(config: Config, layout: Layout, buckets: Iterable[int]) -> frozenset[int]:

@@ -81,7 +81,9 @@ class WeightMoves:
         return handle
 
     def _gather(self, action: Action) -> None:
-        self.weights.gather(self._bucket(action))
+        bucket = self._bucket(action)
+        self.weights.check_owned(bucket)
+        self.weights.gather(bucket)
 
     def _free(self, action: Action) -> None:
         self.weights.free(self._bucket(action))

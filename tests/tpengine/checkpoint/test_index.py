@@ -8,11 +8,14 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,6 +58,80 @@ def cut_tensors(draw: st.DrawFn, files: list[str]) -> TensorEntry:
         offset, extent = tuple(start for start, _ in cell), tuple(end - start for start, end in cell)
         pieces.append(Piece(offset, extent, draw(st.sampled_from(files)), f"piece {number}"))
     return TensorEntry(draw(st.sampled_from(DTYPES)), shape, tuple(draw(st.permutations(pieces))))
+
+
+def covered_by_counting(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
+    """Whether every element lies in one piece: each is counted."""
+    counts = np.zeros(shape, dtype=int)
+    for piece in pieces:
+        counts[tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True))] += 1
+    return bool((counts == 1).all())
+
+
+def is_accepted(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
+    written = {
+        "files": {A: {"num_bytes": 1, "sha256": "0"}},
+        "tensors": {"w": asdict(TensorEntry("F32", shape, tuple(pieces)))},
+    }
+    try:
+        merged([json.loads(json.dumps(written))])
+    except ValueError as error:
+        assert "do not cover it exactly once" in str(error)
+        return False
+    return True
+
+
+@settings(max_examples=300, deadline=None)
+@given(cut_tensors([A]), st.data())
+def test_pieces_cover_their_tensor_exactly_once(entry: TensorEntry, data: st.DataObject) -> None:
+    """As it is cut, and after each of some mutations: as if every element were counted."""
+    pieces = list(entry.pieces)
+    assert is_accepted(entry.shape, pieces) and covered_by_counting(entry.shape, pieces)
+    if pieces and entry.shape:
+        for _ in range(data.draw(st.integers(1, 3))):
+            number, dim = data.draw(st.integers(0, len(pieces) - 1)), data.draw(st.integers(0, len(entry.shape) - 1))
+            piece = pieces[number]
+            offset, size = list(piece.offset), list(piece.shape)
+            offset[dim] = data.draw(st.integers(0, entry.shape[dim]))
+            size[dim] = data.draw(st.integers(0, entry.shape[dim] - offset[dim]))
+            # Moved or resized, and sometimes there twice: the volume is right and one lies on another.
+            pieces[number] = replace(piece, offset=tuple(offset), shape=tuple(size))
+            if data.draw(st.booleans()):
+                pieces[data.draw(st.integers(0, len(pieces) - 1))] = pieces[number]
+        assert is_accepted(entry.shape, pieces) == covered_by_counting(entry.shape, pieces)
+
+
+def test_pieces_that_no_row_of_cuts_separates() -> None:
+    """Four boxes around a fifth; two of them exchanged for boxes of the same volume."""
+    wheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+    pieces = [Piece(offset, size, A, str(i)) for i, (offset, size) in enumerate(wheel)]
+    assert is_accepted((3, 3), pieces)
+    for i, other in itertools.permutations(range(5), 2):
+        wrong = list(pieces)
+        wrong[i] = replace(pieces[other], key=str(i))
+        assert not is_accepted((3, 3), wrong)
+
+
+def test_checking_takes_steps_in_proportion_to_the_pieces() -> None:
+    """Counted as lines of the index's module that run: twice the pieces, at most 2.2 times the lines."""
+    counts = []
+    for num in (400, 800):
+        pieces = [Piece((i, 0), (1, 4), A, str(i)) for i in range(num)]
+        lines = 0
+
+        def count(frame: Any, event: str, _: object) -> Any:
+            nonlocal lines
+            lines += event == "line"
+            return count if frame.f_code.co_filename.endswith("index.py") else None
+
+        before = sys.gettrace()
+        sys.settrace(count)
+        try:
+            is_accepted((num, 4), pieces)
+        finally:
+            sys.settrace(before)
+        counts.append(lines)
+    assert counts[0] > 400 and counts[1] <= 2.2 * counts[0], counts
 
 
 @settings(max_examples=60, deadline=None)

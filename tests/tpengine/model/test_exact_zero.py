@@ -1,17 +1,21 @@
 """Rung: gloo ranks. Exact mode where replicas own slices (ZeRO): the bits of one process, at every stage.
 
 A tensor's slices are whole blocks of 1024 elements, of which the largest tensors here have several, and the smallest
-less than one.
+less than one. Buckets of any size hold any of a layer's weights: one alone, exactly those that one product reads, or
+all of several layers. Layouts and sizes are drawn; `pytest -m slow` has the grid.
 """
 
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.engine.exactness import (
     CPU,
     Found,
@@ -24,12 +28,15 @@ from support.engine.exactness import (
     train_steps,
 )
 from support.engine.resuming import resumed
-from support.ranks.rank_pool import RankPool
+from support.ranks.rank_pool import RankError, RankPool
+from torch import Tensor
 
 from tpengine.checkpoint.run.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.data_parallel.owned_weights import OwnedWeights
+from tpengine.layers import PackedWeights
 from tpengine.training.state.state_check import check_finite
 from tpengine.training.state.training_state import blocks_of
 from tpengine.training.trainer import Trainer
@@ -66,6 +73,67 @@ def test_slices_have_the_bits_of_one_process(
     reference = alone(config)
     want = merge(reference, ranks.run(train, 1, reference))
     assert_same_bits(merge(config, ranks.run(train, num_ranks(config), config)), want)
+
+
+# Of 1 byte a bucket holds what one product multiplies by, and nothing else; the last holds all of a layer.
+BUCKET_BYTES = (1, 1000, 3000, 10**6)
+# As many shards as heads: with 2 on tp 2 each rank has one, and its weights may be all that a bucket holds.
+GRID = [
+    (layout, zero, heads, kv_heads, bucket_bytes)
+    for layout in ((2, 1), (2, 2), (4, 1))
+    for zero in (1, 2, 3)
+    for heads, kv_heads in ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
+    for bucket_bytes in BUCKET_BYTES
+]
+DRAWN = [((2, 2), 1, 2, 1, 1), *random.Random(39).sample(GRID, 3)]
+
+
+def small_config(layout: tuple[int, int], zero: int, heads: int, kv_heads: int, bucket_bytes: int) -> Config:
+    config = exact_config(*layout, heads=heads, kv_heads=kv_heads, layers=1, steps=2, dropout=0.0, zero=zero)
+    return replace(config, parallel=replace(config.parallel, bucket_bytes=bucket_bytes))
+
+
+@pytest.mark.parametrize(
+    ("layout", "zero", "heads", "kv_heads", "bucket_bytes"),
+    [*DRAWN, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case not in DRAWN)],
+)
+def test_buckets_of_any_size_have_the_bits_of_one_process(
+    ranks: RankPool, layout: tuple[int, int], zero: int, heads: int, kv_heads: int, bucket_bytes: int
+) -> None:
+    config = small_config(layout, zero, heads, kv_heads, bucket_bytes)
+    reference = alone(config)
+    want = merge(reference, ranks.run(train, 1, reference))
+    assert_same_bits(merge(config, ranks.run(train, num_ranks(config), config)), want)
+
+
+def packed_as_they_lie(packing: PackedWeights, weights: Sequence[Tensor]) -> Tensor:
+    """As packing once was: memory that holds nothing but its weights was taken for the layers' own, and left."""
+    matrix = torch.cat([weight.detach() for weight in weights])
+    for weight, piece in zip(weights, matrix.split([len(weight) for weight in weights]), strict=True):
+        memory = weight.untyped_storage()
+        inside = [other.nbytes for other in weights if other.untyped_storage().data_ptr() == memory.data_ptr()]
+        if memory.nbytes() == sum(inside):
+            weight.data = piece
+    return matrix
+
+
+def train_moved(config: Config, asserts: bool) -> Found:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedWeights, "_packed", packed_as_they_lie)
+        if not asserts:
+            patch.setattr(OwnedWeights, "check", lambda self, names: None)
+        return train(config)
+
+
+def test_packing_that_moves_what_a_bucket_owns_is_caught(ranks: RankPool) -> None:
+    """By the gather that follows, and without that assertion by the bits."""
+    config = small_config(*DRAWN[0])
+    with pytest.raises(RankError, match=r"one owner per weight: layers\.0\.self_attn"):
+        ranks.run(train_moved, 4, config, True)
+    reference = alone(config)
+    want = merge(reference, ranks.run(train, 1, reference))
+    with pytest.raises(AssertionError, match=r"digests differ|than a rank before it|differ from rank 0"):
+        assert_same_bits(merge(config, ranks.run(train_moved, 4, config, False)), want)
 
 
 def skips_what_no_moment_holds(config: Config) -> bool:

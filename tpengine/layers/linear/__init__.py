@@ -2,6 +2,7 @@
 
 products.py   the differentiable products; read it first
 layers.py     the two layers
+memory.py     who owns the memory of a weight
 packed.py     several column-parallel weights in one storage, read by one product
 prepared.py   the forms in which a weight is multiplied
 bias.py       biases, and learned positions

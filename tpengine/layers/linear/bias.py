@@ -4,8 +4,8 @@
     whole:   x[T/tp, D] + b[D]                 behind an input-parallel product; db partial(tp), over this rank's tokens
     places:  x[T/tp, D] + w[position of each token]
 
-Like weights, they give their gradients to a sink. What is whole on every rank takes several sinks, each for an equal
-block of the tokens: so exact mode's sums do not depend on the layout.
+Like weights, they give their gradients to a sink, which may leave them to autograd. What is whole on every rank takes
+several sinks, each for an equal block of the tokens: so exact mode's sums do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from tpkernels.derivatives import applied, refuse_second_order
 from tpkernels.ops.embedding import add_rows_
 
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, accumulation_dtype
+from tpengine.layers.gradient_sink import (
+    GradientSink,
+    ParamGradSink,
+    accumulation_dtype,
+    check_reaches,
+    total_of,
+)
 from tpengine.layers.rows.cache import Rows, length_of
 
-Biases = Sequence[tuple[Parameter, Communicator | None]]
+Biases = Sequence[tuple[Tensor, Communicator | None]]
 
 
 def _summed_rows(dy: Tensor) -> Tensor:
@@ -35,19 +41,20 @@ class _AddCut(torch.autograd.Function):
     """y[T, F] + (b_0, b_1, ...)[F];  db_i = the sum of its columns of dy, into the sink."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, row: Tensor, biases: Biases, sink: GradientSink) -> Tensor:
+    def forward(ctx: Any, y: Tensor, row: Tensor, biases: Biases, sink: GradientSink, *_: Tensor) -> Tensor:
         ctx.biases, ctx.sink = biases, sink
         ctx.mark_dirty(y)
         return y.add_(row)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("a bias of a tensor-parallel layer")
         pieces = dy.split([len(bias) for bias, _ in ctx.biases], dim=1)
-        for (bias, partial), piece in zip(ctx.biases, pieces, strict=True):
-            if bias.requires_grad:
-                ctx.sink.add(bias, _summed_rows(piece), partial)
-        return dy, None, None, None
+        dbs = [
+            ctx.sink.add(bias, _summed_rows(piece), partial) if is_trained else None
+            for (bias, partial), piece, is_trained in zip(ctx.biases, pieces, ctx.needs_input_grad[4:], strict=True)
+        ]
+        return (dy, None, None, None, *dbs)
 
 
 def add_cut_bias(y: Tensor, biases: Biases, sink: GradientSink) -> Tensor:
@@ -58,10 +65,13 @@ def add_cut_bias(y: Tensor, biases: Biases, sink: GradientSink) -> Tensor:
         biases: each with the ranks that hold it too, with a part of its gradient.
         sink: where the gradients go.
     """
-    row = torch.cat([bias for bias, _ in biases])
+    tensors = [bias for bias, _ in biases]
+    for bias in tensors:
+        check_reaches(sink, bias, "a bias")
+    row = torch.cat(tensors)
     if torch.compiler.is_compiling() and isinstance(sink, ParamGradSink):
         return y + row
-    added: Tensor = applied(_AddCut, y, row.detach(), biases, sink)
+    added: Tensor = applied(_AddCut, y, row.detach(), biases, sink, *tensors)
     return added
 
 
@@ -69,21 +79,23 @@ class _AddWhole(torch.autograd.Function):
     """x[T, D] + b[D];  db = the sum of each block of dy, into the block's sink, partial(comm)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Parameter, comm: Communicator, sinks: Sequence[GradientSink]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor, comm: Communicator, sinks: Sequence[GradientSink]) -> Tensor:
         ctx.bias, ctx.comm, ctx.sinks = bias, comm, sinks
         return x + bias
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("a bias of a tensor-parallel layer")
-        if ctx.bias.requires_grad:
-            for sink, block in zip(ctx.sinks, dy.contiguous().chunk(len(ctx.sinks)), strict=True):
-                sink.add(ctx.bias, _summed_rows(block), ctx.comm)
-        return dy, None, None, None
+        db = None
+        if ctx.needs_input_grad[1]:
+            blocks = zip(ctx.sinks, dy.contiguous().chunk(len(ctx.sinks)), strict=True)
+            db = total_of([sink.add(ctx.bias, _summed_rows(block), ctx.comm) for sink, block in blocks])
+        return dy, db, None, None
 
 
-def add_whole_bias(x: Tensor, bias: Parameter, comm: Communicator, sinks: Sequence[GradientSink]) -> Tensor:
+def add_whole_bias(x: Tensor, bias: Tensor, comm: Communicator, sinks: Sequence[GradientSink]) -> Tensor:
     """Return x[T, D] + b[D]; each of the n sinks gets db summed over its block of T/n tokens, partial(comm)."""
+    check_reaches(sinks[0], bias, "a bias")
     y: Tensor = applied(_AddWhole, x, bias, comm, sinks)
     return y
 
@@ -93,7 +105,7 @@ class _AddPositions(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, places: Tensor, comm: Communicator, sinks: Sequence[GradientSink]
+        ctx: Any, x: Tensor, weight: Tensor, places: Tensor, comm: Communicator, sinks: Sequence[GradientSink]
     ) -> Tensor:
         ctx.save_for_backward(places)
         ctx.weight, ctx.comm, ctx.sinks = weight, comm, sinks
@@ -103,13 +115,14 @@ class _AddPositions(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("learned positions")
         (places,), num = ctx.saved_tensors, len(ctx.sinks)
-        if ctx.weight.requires_grad:
+        found = []
+        if ctx.needs_input_grad[1]:
             blocks = zip(dy.contiguous().chunk(num), places.chunk(num), strict=True)
             for sink, (block, rows) in zip(ctx.sinks, blocks, strict=True):
                 dw = torch.zeros(ctx.weight.shape, dtype=accumulation_dtype(dy.dtype), device=dy.device)
                 add_rows_(dw, rows, block)
-                sink.add(ctx.weight, dw, ctx.comm)
-        return dy, None, None, None, None
+                found.append(sink.add(ctx.weight, dw, ctx.comm))
+        return dy, total_of(found), None, None, None
 
 
 class LearnedPositions(nn.Module):
@@ -148,12 +161,13 @@ class LearnedPositions(nn.Module):
 
     def in_blocks(self, x: Tensor, seq: Rows, first: int, sinks: Sequence[GradientSink]) -> Tensor:
         """Return y[T, D] for the tokens from number `first` on; each sink gets the gradient of its block of tokens."""
-        length = length_of(seq)
-        if length > len(self.weight):
-            raise ValueError(f"learned positions end at {len(self.weight)}: sequences of {length} tokens: use fewer")
+        length, weight = length_of(seq), self.weight
+        if length > len(weight):
+            raise ValueError(f"learned positions end at {len(weight)}: sequences of {length} tokens: use fewer")
         if isinstance(seq, int):
             places = torch.arange(first, first + len(x), device=x.device) % seq
         else:
             places = seq.places[first : first + len(x)].long()
-        y: Tensor = applied(_AddPositions, x, self.weight, places, self.comm, sinks)
+        check_reaches(sinks[0], weight, "a table of positions")
+        y: Tensor = applied(_AddPositions, x, weight, places, self.comm, sinks)
         return y

@@ -5,7 +5,9 @@ Their products are in products.py; biases are added behind them (bias.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from tpkernels.fused.matmul_reduce_scatter import matmul_problem, matmul_reduce_
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
 from tpengine.layers.linear.bias import add_cut_bias, add_whole_bias
+from tpengine.layers.linear.memory import Packing, lies_at
 from tpengine.layers.linear.prepared import PreparedWeight
 from tpengine.layers.linear.products import check_gather, column_product, is_traceable, row_product
 from tpengine.layers.linear.sizes import check_divides, check_tokens
@@ -36,6 +39,12 @@ class ColumnParallelLinear(nn.Module):
             heads than tp ranks); default none. Construction is then collective: all take the first one's weight.
         gathers_again: keep x[T/tp, D] for the weight gradient and gather it again there, instead of keeping x[T, D].
         dtype, device: of the weight, as torch.
+
+    Attributes:
+        rows: F/tp * replicas.size, those of the weight.
+        borrows: the parameters are another layer's.
+        place: where the weight's owner keeps it, if that is neither this layer nor another: see memory.py.
+        is_fresh: the layer has given its weight other memory, and nothing has laid it out since.
 
     Shape: x [T/tp, D], this rank's tokens, contiguous; y [T, F/tp * replicas.size].
 
@@ -62,8 +71,10 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         shards = comm.size // (replicas.size if replicas else 1)
         rows = check_divides("column-parallel out_features", out_features, shards)
-        self.comm, self.replicas, self.gathers_again = comm, replicas, gathers_again
-        self.borrows = False
+        self.comm, self.replicas, self.gathers_again, self.rows = comm, replicas, gathers_again, rows
+        self.borrows, self.is_fresh = False, True
+        self.place: Tensor | None = None
+        self._packing: weakref.ref[Packing] | None = None
         self._prepared: PreparedWeight | None = None
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
@@ -77,17 +88,56 @@ class ColumnParallelLinear(nn.Module):
         """Share the parameters of another layer of the same shape: both layers then have the same."""
         self.weight, self.bias, self.borrows = owner.weight, owner.bias, True
 
+    def pack_with(self, packing: Packing) -> None:
+        """Have `packing` lay the weight out beside others whenever this layer gives it other memory."""
+        self._packing = weakref.ref(packing)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ColumnParallelLinear:
+        before = self._memory()
+        super()._apply(fn, recurse)
+        if self._memory() != before:
+            self._has_moved()
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        before = self._parameters.get("weight")
+        super()._load_from_state_dict(*args)
+        if self._parameters.get("weight") is not before:
+            # assign=True: it is the state's tensor now.
+            self._has_moved()
+
+    def _memory(self) -> tuple[object, ...] | None:
+        weight = self._parameters.get("weight")
+        return None if weight is None else (weight.device, weight.dtype, weight.data_ptr())
+
+    def _has_moved(self) -> None:
+        if self.place is not None and not lies_at(self.weight, self.place):
+            raise RuntimeError(
+                f"a weight's memory has one owner: a weight {list(self.weight.shape)} that lies in flat buffers has "
+                "been given other memory: move a model, or load it with assign=True, before it is laid into buffers"
+            )
+        self.is_fresh = True
+        packing = self._packing() if self._packing is not None else None
+        if packing is not None:
+            packing.lay_out()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy's weight has memory of its own, and lies beside no others until its packing is copied too.
+        return {**self.__dict__, "_packing": None, "place": None, "is_fresh": True}
+
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T, F/tp]."""
         return with_biases(self._product(x), (self,))
 
     def _product(self, x: Tensor) -> Tensor:
+        # A weight may be computed: read it once.
+        weight = self.weight
         if is_traceable((self,)):
-            return all_gather_matmul(x, (self.weight,), self.comm)[0]
-        prepared = self._prepared and self._prepared.for_product(x, (self.weight,))
+            return all_gather_matmul(x, (weight,), self.comm)[0]
+        prepared = self._prepared and self._prepared.for_product(x, (weight,))
         if prepared is None:
-            check_gather(x, (self.weight,), self.comm)
-        return column_product(x, self.weight.detach(), prepared, (self,))
+            check_gather(x, (weight,), self.comm)
+        return column_product(x, weight.detach(), prepared, (self,), (weight,))
 
     def prepare(self, num_tokens: int) -> None:
         """Copy the weight into the layout that its matmuls read fastest; the copies are used until the weight changes.
@@ -97,7 +147,8 @@ class ColumnParallelLinear(nn.Module):
 
         Cost: memory of up to two copies of the weight, until `release`: see PreparedMatrix.
         """
-        self._prepared = PreparedWeight(self.weight.detach(), num_tokens // self.comm.num_row_parts, (self.weight,))
+        weight = self.weight
+        self._prepared = PreparedWeight(weight.detach(), num_tokens // self.comm.num_row_parts, (weight,))
 
     def release(self) -> None:
         """Free the prepared copies."""
@@ -106,7 +157,7 @@ class ColumnParallelLinear(nn.Module):
 
 def with_biases(y: Tensor, layers: Sequence[ColumnParallelLinear]) -> Tensor:
     """Add the layers' biases, of all or of none, to their products y[T, F/tp], side by side."""
-    biases = [(layer.bias, layer.replicas) for layer in layers if layer.bias is not None]
+    biases = [(bias, layer.replicas) for layer in layers if (bias := layer.bias) is not None]
     return add_cut_bias(y, biases, layers[0].sink) if biases else y
 
 
@@ -162,23 +213,26 @@ class RowParallelLinear(nn.Module):
 
     def biased(self, y: Tensor, sinks: Sequence[GradientSink]) -> Tensor:
         """Return y[T/tp, D] + b; each sink gets the gradient of its block of tokens."""
-        assert self.bias is not None
+        bias = self.bias
+        assert bias is not None
         if torch.compiler.is_compiling() and self.comm.size == 1:
-            return y + self.bias
-        return add_whole_bias(y, self.bias, self.comm, sinks)
+            return y + bias
+        return add_whole_bias(y, bias, self.comm, sinks)
 
     def _product(self, x: Tensor) -> Tensor:
         check_tokens(x.shape[0], self.comm.num_row_parts)
+        weight = self.weight
         if is_traceable((self,)):
-            return matmul_reduce_scatter(x, self.weight, self.comm)
-        prepared = self._prepared and self._prepared.for_product(x, (self.weight,))
-        if prepared is None and (problem := matmul_problem("matmul_reduce_scatter", x, self.weight, None)):
+            return matmul_reduce_scatter(x, weight, self.comm)
+        prepared = self._prepared and self._prepared.for_product(x, (weight,))
+        if prepared is None and (problem := matmul_problem("matmul_reduce_scatter", x, weight, None)):
             self.comm.refuse(x, problem)
-        return row_product(x, prepared, self)
+        return row_product(x, weight, prepared, self)
 
     def prepare(self, num_tokens: int) -> None:
         """Prepare the weight: see ColumnParallelLinear.prepare."""
-        self._prepared = PreparedWeight(self.weight.detach(), num_tokens // self.comm.num_row_parts, (self.weight,))
+        weight = self.weight
+        self._prepared = PreparedWeight(weight.detach(), num_tokens // self.comm.num_row_parts, (weight,))
 
     def release(self) -> None:
         """Free the prepared copies."""

@@ -6,26 +6,28 @@ rows, and nothing would fail.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn import Parameter
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 
 from tpengine.layers.linear.layers import ColumnParallelLinear, with_biases
-from tpengine.layers.linear.prepared import PreparedWeight, contents_of
+from tpengine.layers.linear.memory import lies_at
+from tpengine.layers.linear.prepared import PreparedWeight
 from tpengine.layers.linear.products import check_gather, column_product, is_traceable
 
 
 class PackedWeights:
     """Keeps the weights of several column-parallel layers in one contiguous storage, read by one GEMM.
 
-    The layers' parameters are views of the storage and stay separate parameters. `module.to`,
-    `load_state_dict(assign=True)` and `copy.deepcopy` give a parameter other memory: the next forward notices that by
-    the address, and packs again. A weight that is borrowed, or a part of somebody's larger memory, stays where it is:
-    the storage holds a copy of it, which is renewed when the weight has changed. If such weights lie behind each other,
-    they are the storage.
+    The layers' parameters are views of the storage and stay separate parameters. They are laid out when this is made,
+    and when the layers give them other memory (`module.to`, `load_state_dict(assign=True)`); a copy of this lays out
+    the copied layers. At no other time is a weight moved, and never one that another layer or a buffer owns: see
+    memory.py. Weights that do not lie behind each other are copied, anew for each product. If their owner has declared
+    their places, one copy serves until `release`.
 
     Args:
         layers: column-parallel layers of one input size, over equal communicators and with equal sinks.
@@ -33,32 +35,55 @@ class PackedWeights:
 
     def __init__(self, *layers: ColumnParallelLinear) -> None:
         self.layers = layers
-        # Those of whose weights the storage has copies.
-        self._copies: list[ColumnParallelLinear] = []
-        self._storage = self._pack()
-        self._copied: list[tuple[int, int]] = []
+        self._copy: Tensor | None = None
         self._prepared: PreparedWeight | None = None
+        for layer in layers:
+            layer.pack_with(self)
+        self.lay_out()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PackedWeights, self.layers
+
+    @torch.no_grad()
+    def lay_out(self) -> None:
+        """Lay the weights out that are the layers' own, once all of these have new memory of one dtype and device."""
+        own = [layer for layer in self.layers if not layer.borrows and layer.place is None]
+        weights = [layer.weight for layer in own]
+        are_alike = len({(weight.dtype, weight.device) for weight in weights}) == 1
+        if not are_alike or not all(layer.is_fresh and isinstance(layer.weight, Parameter) for layer in own):
+            return
+        # A model that was made or moved under inference_mode keeps weights that a backward can read.
+        with torch.inference_mode(False):
+            pieces = torch.cat([weight.detach() for weight in weights]).split([len(weight) for weight in weights])
+            for layer, piece in zip(own, pieces, strict=True):
+                layer.weight.data, layer.is_fresh = piece, False
 
     def prepare(self, num_tokens: int) -> None:
         """Prepare the packed weights as one matrix: see ColumnParallelLinear.prepare."""
         weights = [layer.weight for layer in self.layers]
-        self._update(weights)
-        self._prepared = PreparedWeight(self._storage, num_tokens // self.layers[0].comm.num_row_parts, weights)
+        packed = self._packed(weights)
+        self._prepared = PreparedWeight(packed, num_tokens // self.layers[0].comm.num_row_parts, weights)
 
     def release(self) -> None:
-        """Free the prepared copies. The next forward copies weights again that are copied, even if autograd saw no
-        write.
-        """
-        self._prepared, self._copied = None, []
+        """Free the prepared copies, and the copy of weights that their owner keeps apart. It may change them then."""
+        self._prepared = self._copy = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Map x[T/tp, D] to (y_0[T, F_0/tp], y_1[T, F_1/tp], ...) with one gather and one GEMM."""
         if is_traceable(self.layers) and self.layers[0].bias is None:
             return all_gather_matmul(x, [layer.weight for layer in self.layers], self.layers[0].comm)
-        return self.forward_packed(x).split([layer.weight.shape[0] for layer in self.layers], dim=1)
+        return self.forward_packed(x).split([layer.rows for layer in self.layers], dim=1)
 
-    def forward_packed(self, x: Tensor) -> Tensor:
-        """Map x[T/tp, D] to (y_0, y_1, ...)[T, F/tp], side by side in one tensor."""
+    def forward_packed(self, x: Tensor, members: Sequence[nn.Module] = ()) -> Tensor:
+        """Map x[T/tp, D] to (y_0, y_1, ...)[T, F/tp], side by side in one tensor.
+
+        Args:
+            x: this rank's tokens.
+            members: what stands in the places of the layers now. If a layer has been replaced, or has hooks, each is
+                called by itself, with a gather of its own: a packed product calls none of them.
+        """
+        if _are_called_alone(members or self.layers, self.layers):
+            return torch.cat([member(x) for member in members or self.layers], dim=1)
         return with_biases(self._product(x), self.layers)
 
     def _product(self, x: Tensor) -> Tensor:
@@ -66,87 +91,60 @@ class PackedWeights:
         if is_traceable(self.layers):
             return torch.cat(all_gather_matmul(x, weights, self.layers[0].comm), dim=1)
         prepared = self._prepared and self._prepared.for_product(x, weights)
-        if prepared is None:
-            check_gather(x, weights, self.layers[0].comm)
-            self._update(weights)
-        return column_product(x, self._storage, prepared, self.layers)
+        if prepared is not None:
+            return column_product(x, prepared.matrix, prepared, self.layers, weights)
+        check_gather(x, weights, self.layers[0].comm)
+        return column_product(x, self._packed(weights), None, self.layers, weights)
 
-    def _update(self, weights: Sequence[Tensor]) -> None:
-        """Make the storage hold the weights as they are now."""
-        if not self._is_packed(weights):
-            self._storage = self._found_packed()
-        copied = contents_of([layer.weight for layer in self._copies])
-        if copied != self._copied:
-            self._copy()
-        self._copied = copied
-
-    def adopt(self) -> None:
-        """Let go of the storage if somebody has laid the weights out behind each other; they are the next one."""
-        if _lie_side_by_side(self.layers):
-            # They may have no memory yet.
-            self._storage, self._copies = self._storage.new_empty(0), []
-
-    def _found_packed(self) -> Tensor:
-        """Return the weights as one tensor where they lie behind each other; else pack them."""
-        if not _lie_side_by_side(self.layers):
-            return self._pack()
-        self._copies = []
-        first, width = self.layers[0].weight, self.layers[0].weight.shape[1]
-        # `data`: what writes to that memory, as a gather of weights, does not count as a write to this tensor.
-        return first.data.as_strided((sum(len(layer.weight) for layer in self.layers), width), (width, 1))
-
-    def _is_packed(self, weights: Sequence[Tensor]) -> bool:
-        address = self._storage.data_ptr()
-        for layer, weight in zip(self.layers, weights, strict=True):
-            if (weight.data_ptr() != address and layer not in self._copies) or weight.dtype != self._storage.dtype:
-                return False
-            address += weight.numel() * weight.element_size()
-        return True
-
-    @torch.no_grad()
-    def _pack(self) -> Tensor:
-        storage = torch.cat([layer.weight.detach() for layer in self.layers])
-        self._copies = [layer for layer in self.layers if layer.borrows or _is_part_of_more(layer, self.layers)]
-        pieces = storage.split([layer.weight.shape[0] for layer in self.layers])
-        for layer, piece in zip(self.layers, pieces, strict=True):
-            if layer not in self._copies:
-                layer.weight.data = piece
-        return storage
-
-    @torch.no_grad()
-    def _copy(self) -> None:
-        pieces = self._storage.split([layer.weight.shape[0] for layer in self.layers])
-        # What backward still needs of the storage it needs with these values: within a step they stay the same.
-        with _unsafe_preserve_version_counter(self._storage):
-            for layer, piece in zip(self.layers, pieces, strict=True):
-                if layer in self._copies:
-                    piece.copy_(layer.weight)
+    def _packed(self, weights: Sequence[Tensor]) -> Tensor:
+        """Return the weights behind each other, as they are now."""
+        if (matrix := _as_one(weights)) is not None:
+            return matrix
+        places = [layer.place for layer in self.layers]
+        is_told = all(place is not None and lies_at(w, place) for place, w in zip(places, weights, strict=True))
+        if is_told and self._copy is not None:
+            return self._copy
+        # Not an inference tensor, whatever the mode: a backward may read the copy later.
+        with torch.inference_mode(False), torch.no_grad():
+            copy = torch.cat([weight.detach() for weight in weights])
+        if is_told:
+            self._copy = copy
+        return copy
 
 
-def _is_part_of_more(layer: ColumnParallelLinear, packed: Sequence[ColumnParallelLinear]) -> bool:
-    """Whether a layer's weight lies in memory that holds more than the weights that are packed with it."""
-    memory = layer.weight.untyped_storage()
-    neighbours = [other.weight for other in packed if other.weight.untyped_storage().data_ptr() == memory.data_ptr()]
-    return memory.nbytes() > sum(weight.numel() * weight.element_size() for weight in neighbours)
+def _are_called_alone(members: Sequence[nn.Module], layers: Sequence[nn.Module]) -> bool:
+    for member, layer in zip(members, layers, strict=True):
+        hooks = member._forward_hooks or member._forward_pre_hooks or member._backward_hooks
+        if member is not layer or hooks or member._backward_pre_hooks:
+            return True
+    return False
 
 
-def adopt_moved_weights(model: nn.Module) -> None:
-    """Let the packed layers of a model take their weights where they lie now: see PackedWeights.adopt."""
-    for module in model.modules():
-        for part in vars(module).values():
-            if isinstance(part, PackedWeights):
-                part.adopt()
+def _as_one(weights: Sequence[Tensor]) -> Tensor | None:
+    """Return the weights as one matrix, a view, if they lie behind each other in one memory; whose it is, is no matter.
 
-
-def _lie_side_by_side(layers: Sequence[ColumnParallelLinear]) -> bool:
-    """Whether somebody has laid the layers' weights out behind each other in one memory."""
-    first = layers[0].weight
-    place = first.storage_offset()
-    for layer in layers:
-        weight = layer.weight
-        # By identity: memory that has been taken away has no address.
-        is_next = weight.untyped_storage()._cdata == first.untyped_storage()._cdata
-        if layer.borrows or not is_next or weight.storage_offset() != place or weight.dtype != first.dtype:
-            return False
+    A write to the memory is no write to the matrix: a gather of weights is none that autograd should see.
+    """
+    first = weights[0]
+    memory, place = first.untyped_storage().data_ptr(), first.storage_offset()
+    for weight in weights:
+        is_next = weight.untyped_storage().data_ptr() == memory and weight.storage_offset() == place
+        if not is_next or not weight.is_contiguous() or weight.dtype != first.dtype or weight.device != first.device:
+            return None
         place += weight.numel()
-    return True
+    num_rows, width = sum(len(weight) for weight in weights), first.shape[1]
+    return first.data.as_strided((num_rows, width), (width, 1))
+
+
+def declare_places(model: nn.Module, places: Mapping[Tensor, Tensor]) -> None:
+    """Tell a model's column-parallel layers that somebody else owns the memory of their weights from now on.
+
+    The owner calls `release` when it has changed weights that it does not keep behind each other.
+
+    Args:
+        model: its layers may share weights.
+        places: the part of the owner's memory in which each of its weights lies.
+    """
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear) and module.weight in places:
+            module.place = places[module.weight]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from tpkernels.fused.exchange_matmul import DTYPES
 from tpkernels.ops.matmul.host import PreparedMatrix
@@ -14,18 +15,27 @@ class PreparedWeight:
     """The two forms in which a weight w[out, in] is multiplied, copied into the layout that a matmul reads fastest.
 
     forward:  m = w.T       dgrad:  m = w, copied when a backward first asks for it
+
+    Args:
+        weight: w, of which the forms are made.
+        num_rows: of the products, approximately.
+        parameters: those that w consists of.
+
+    Attributes:
+        matrix: w, as it lies.
     """
 
     def __init__(self, weight: Tensor, num_rows: int, parameters: Sequence[Tensor]) -> None:
-        self._weight, self._num_rows = weight, num_rows
-        self.forward = PreparedMatrix(weight.T, num_rows)
-        self._made_of = contents_of(parameters)
+        self.matrix, self._num_rows = weight, num_rows
+        with torch.inference_mode(False), torch.no_grad():
+            self.forward = PreparedMatrix(weight.T, num_rows)
+        self._made_of = Contents(parameters)
         self._is_multiplied = weight.dtype in DTYPES
 
     @functools.cached_property
     def dgrad(self) -> PreparedMatrix:
         """The form that dgrad multiplies by; without a backward nobody pays for it."""
-        return PreparedMatrix(self._weight, self._num_rows)
+        return PreparedMatrix(self.matrix, self._num_rows)
 
     def __deepcopy__(self, memo: object) -> None:
         """Return None: a copied layer has another weight, which is not prepared."""
@@ -36,11 +46,30 @@ class PreparedWeight:
 
         If it is self, nothing is left to check: a pass over one token has many products, and little time for each.
         """
-        weight = self._weight
+        weight = self.matrix
         fits = x.ndim == 2 and x.shape[1] == weight.shape[1] and x.dtype == weight.dtype and x.device == weight.device
-        return self if fits and self._is_multiplied and contents_of(parameters) == self._made_of else None
+        return self if fits and self._is_multiplied and self._made_of.is_of(parameters) else None
 
 
-def contents_of(parameters: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Return address and autograd version of each parameter: they change when it is written to or replaced."""
-    return [(parameter.data_ptr(), parameter._version) for parameter in parameters]
+class Contents:
+    """What some tensors hold: their memory, and how often autograd has seen a write to each."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        # Memory that is held here is given to no other tensor, so that an address tells it.
+        self._held = [tensor.detach() for tensor in tensors]
+        self._versions = [_version_of(tensor) for tensor in tensors]
+
+    def __deepcopy__(self, memo: object) -> None:
+        """Return None: a copied layer has other tensors."""
+        return None
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the tensors hold what they held then. Nobody counts writes to an inference tensor: it may not."""
+        return all(
+            version is not None and tensor.data_ptr() == held.data_ptr() and _version_of(tensor) == version
+            for tensor, held, version in zip(tensors, self._held, self._versions, strict=True)
+        )
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version

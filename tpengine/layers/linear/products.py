@@ -5,8 +5,8 @@
 
 Each is the other's dual: the backward of the gather is a reduce-scatter, and the other way round. Several
 column-parallel weights share one gather and one GEMM when their storage is packed (packed.py). Weight gradients go to a
-sink (gradient_sink.py), not through autograd. The one exception is torch.compile, which cannot trace sinks: there the
-registered operators are used, and autograd accumulates.
+sink, which may leave them to autograd (gradient_sink.py). torch.compile cannot trace sinks: with the default sink it is
+given the registered operators.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tpkernels.fused.all_gather_matmul import gather_problem
 from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, scatter_and_gather
 
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
+from tpengine.layers.gradient_sink import Gradients, GradientSink, ParamGradSink, check_reaches
 from tpengine.layers.linear.prepared import PreparedWeight
 
 
@@ -73,7 +73,7 @@ class _ColumnParallel(torch.autograd.Function):
         assert full is not None or not keep, "asked for"
         # Keep: the gathered tokens, or this rank's own with `gathers_again`.
         ctx.save_for_backward(x if full is None else full, packed)
-        ctx.layers, ctx.prepared, ctx.is_whole = layers, prepared, full is not None
+        ctx.layers, ctx.prepared, ctx.is_whole, ctx.weights = layers, prepared, full is not None, weights
         return y
 
     @staticmethod
@@ -83,11 +83,12 @@ class _ColumnParallel(torch.autograd.Function):
         layers, is_whole = ctx.layers, ctx.is_whole
         comm, sink = layers[0].comm, layers[0].sink
         # One dy_i per layer; frozen layers get no weight gradient.
-        pieces = dy.split([layer.weight.shape[0] for layer in layers], dim=1)
+        pieces = dy.split([weight.shape[0] for weight in ctx.weights], dim=1)
+        are_trained = ctx.needs_input_grad[4:]
         pairs = [
-            (layer.weight, piece, layer.replicas)
-            for layer, piece in zip(layers, pieces, strict=True)
-            if layer.weight.requires_grad
+            (weight, piece, layer.replicas)
+            for weight, layer, piece, is_trained in zip(ctx.weights, layers, pieces, are_trained, strict=True)
+            if is_trained
         ]
         # dgrad. If wgrad needs X now and it is not kept, X is gathered meanwhile.
         dx = None
@@ -99,9 +100,9 @@ class _ColumnParallel(torch.autograd.Function):
                 dx, kept = scatter_and_gather(terms, kept, comm, len(dy), "all_gather_matmul")
                 is_whole = True
         # wgrad, now or in the weight half: the sink decides.
-        if pairs:
-            sink.weight_grads(pairs, kept, gather_x=None if is_whole else comm)
-        return (dx, None, None, None) + (None,) * len(pieces)
+        dws: Gradients = sink.weight_grads(pairs, kept, gather_x=None if is_whole else comm) if pairs else ()
+        left = iter(dws)
+        return (dx, None, None, None, *(next(left) if is_trained else None for is_trained in are_trained))
 
 
 class _RowParallel(torch.autograd.Function):
@@ -115,7 +116,7 @@ class _RowParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Parameter, prepared: PreparedWeight | None, layer: LinearLayer) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, prepared: PreparedWeight | None, layer: LinearLayer) -> Tensor:
         comm = layer.comm
         ctx.save_for_backward(x, weight)
         ctx.comm, ctx.sink, ctx.parameter, ctx.prepared = comm, layer.sink, weight, prepared
@@ -130,21 +131,22 @@ class _RowParallel(torch.autograd.Function):
         matrix = ctx.prepared.dgrad if ctx.prepared else weight
         matrices = [matrix] if ctx.needs_input_grad[0] else []
         parameter, comm, sink = ctx.parameter, ctx.comm, ctx.sink
-        keep = parameter.requires_grad and not (sink.defers and ctx.gathers_again)
+        is_trained = ctx.needs_input_grad[1]
+        keep = is_trained and not (sink.defers and ctx.gathers_again)
         # Gather DY; dgrad where x needs it.
         dxs, full = gather_matmul(dy, matrices, comm, x.shape[0], "matmul_reduce_scatter", keep=keep)
-        if parameter.requires_grad:
+        dw = None
+        if is_trained:
             # wgrad, now or in the weight half. Keep either DY or dy until then, not both.
             kept, gather = (dy, comm) if full is None else (full, None)
-            sink.weight_grads([(parameter, kept, None)], x, gather_dy=gather)
-        return dxs[0] if dxs else None, None, None, None
+            (dw,) = sink.weight_grads([(parameter, kept, None)], x, gather_dy=gather)
+        return dxs[0] if dxs else None, dw, None, None
 
 
 def is_traceable(layers: Sequence[LinearLayer]) -> bool:
     """Return whether torch.compile is tracing and the registered operators can replace these layers' Functions.
 
-    The operators give weight gradients to autograd, which accumulates them as ParamGradSink does; they sum none over
-    replicas.
+    The operators give weight gradients to autograd, as ParamGradSink does; they sum none over replicas.
     """
     return torch.compiler.is_compiling() and all(
         isinstance(layer.sink, ParamGradSink)
@@ -161,7 +163,13 @@ def check_gather(x: Tensor, weights: Sequence[Tensor], comm: Communicator) -> No
         comm.refuse(x, problem)
 
 
-def column_product(x: Tensor, packed: Tensor, prepared: PreparedWeight | None, layers: Sequence[LinearLayer]) -> Tensor:
+def column_product(
+    x: Tensor,
+    packed: Tensor,
+    prepared: PreparedWeight | None,
+    layers: Sequence[LinearLayer],
+    weights: Sequence[Tensor],
+) -> Tensor:
     """Return y[T, F/tp] = all_gather_tp(x[T/tp, D]) @ w.T. Its callers have checked that x fits.
 
     Args:
@@ -169,19 +177,29 @@ def column_product(x: Tensor, packed: Tensor, prepared: PreparedWeight | None, l
         packed: w[F/tp, D], the layers' weights behind each other, without a gradient of its own.
         prepared: the same, in the forms that products read fastest, or None.
         layers: whose weights these are.
+        weights: the same as autograd knows them: read once per call, since a read may compute them.
+
+    Raises:
+        ValueError: a weight is computed or hooked, and the layers' sink would not reach it.
     """
-    weights = [layer.weight for layer in layers]
+    for weight in weights:
+        check_reaches(layers[0].sink, weight, "a column-parallel weight")
     y: Tensor = applied(_ColumnParallel, x, packed, prepared, layers, *weights)
     return y
 
 
-def row_product(x: Tensor, prepared: PreparedWeight | None, layer: LinearLayer) -> Tensor:
+def row_product(x: Tensor, weight: Tensor, prepared: PreparedWeight | None, layer: LinearLayer) -> Tensor:
     """Return y[T/tp, D] = reduce_scatter_tp(x[T, F/tp] @ w[D, F/tp].T). Its caller has checked that x fits.
 
     Args:
         x: all rows, this rank's columns.
-        prepared: the layer's weight in the forms that products read fastest, or None.
+        weight: w, read once per call.
+        prepared: w in the forms that products read fastest, or None.
         layer: whose weight w is.
+
+    Raises:
+        ValueError: as column_product.
     """
-    y: Tensor = applied(_RowParallel, x, layer.weight, prepared, layer)
+    check_reaches(layer.sink, weight, "a row-parallel weight")
+    y: Tensor = applied(_RowParallel, x, weight, prepared, layer)
     return y

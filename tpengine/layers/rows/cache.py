@@ -96,7 +96,9 @@ class KeyValueCache:
         batch, heads, _, size = k.shape
         if layer not in self._of_layer:
             room = batch, heads, self.seq, size
-            self._of_layer[layer] = k.new_empty(room), k.new_empty(room)
+            # Whatever the mode of the first pass, a later one may write here.
+            with torch.inference_mode(False):
+                self._of_layer[layer] = k.new_empty(room), k.new_empty(room)
         keys, values = (of[:, :, : self.num_held + self.num_new] for of in self._of_layer[layer])
         keys[:, :, self.num_held :] = k
         values[:, :, self.num_held :] = v

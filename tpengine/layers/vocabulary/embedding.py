@@ -11,7 +11,7 @@ from tpkernels.derivatives import applied, refuse_second_order
 from tpkernels.ops.embedding import check_rows_and_table, embedding_forward
 
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
+from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, check_reaches
 from tpengine.layers.linear.sizes import check_tokens
 from tpengine.layers.vocabulary.loss import check_range
 
@@ -24,7 +24,7 @@ class _VocabParallelEmbedding(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Parameter, comm: Communicator, sink: GradientSink) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, comm: Communicator, sink: GradientSink) -> Tensor:
         rows = tokens - comm.rank * weight.shape[0]
         ctx.save_for_backward(rows)
         ctx.comm, ctx.sink, ctx.parameter = comm, sink, weight
@@ -32,13 +32,12 @@ class _VocabParallelEmbedding(torch.autograd.Function):
         return partial if comm.size == 1 else comm.reduce_scatter(partial)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("a vocabulary-parallel embedding")
         (rows,) = ctx.saved_tensors
         full = ctx.comm.all_gather(dy)
-        if ctx.parameter.requires_grad:
-            ctx.sink.add_rows(ctx.parameter, rows, full)
-        return None, None, None, None
+        dw = ctx.sink.add_rows(ctx.parameter, rows, full) if ctx.needs_input_grad[1] else None
+        return None, dw, None, None
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -84,8 +83,10 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens[T] -> y[T/tp, D]."""
-        check_rows_and_table(tokens, self.weight, "weight")
+        weight = self.weight
+        check_rows_and_table(tokens, weight, "weight")
         check_tokens(len(tokens), self.comm.num_row_parts)
-        check_range("tokens", tokens, self.weight.shape[0] * self.comm.size)
-        y: Tensor = applied(_VocabParallelEmbedding, tokens, self.weight, self.comm, self.sink)
+        check_range("tokens", tokens, weight.shape[0] * self.comm.size)
+        check_reaches(self.sink, weight, "an embedding's table")
+        y: Tensor = applied(_VocabParallelEmbedding, tokens, weight, self.comm, self.sink)
         return y

@@ -4,6 +4,8 @@ Several ranks hold the same tensors: everything over data parallelism; norm weig
 parallelism; tied ends over the pipeline. These start equal, and every update keeps them equal, since each replica adds
 the same sum. A bit that flips in one rank's memory breaks that for good, and nothing shows it. A checkpoint, of which
 each replica writes a part, would then mix two models. So each rank hashes what it holds, and all compare the hashes.
+Where replicas own slices (ZeRO), forward reads what is gathered of them: so each weight must lie in the buffer that is
+gathered into, and a slice must be what its master rounds to.
 
     h(x) = sum over rows r of M[r] * (sum over columns c of m[c] * mix(x[r, c]))  mod 2**64,   mix(x) = x ^ (x >> 32)
 
@@ -65,12 +67,14 @@ def check_replicas(trainer: Trainer, num_steps: int, *, masters_only: bool = Fal
         masters_only: compare only the masters (a weight without a master copy is its own); else the whole state.
 
     Raises:
-        RunError: on all ranks alike: names the first tensor that differs, and two ranks.
+        RunError: on all ranks alike: names the first tensor that differs, and two ranks; or a weight that forward reads
+            elsewhere than it is trained (ZeRO).
 
     Cost: one pass over what is compared; each rank sends 16 bytes per tensor, shard and kind.
     """
     if dist.get_world_size() == 1:
         return
+    _check_what_forward_reads(trainer, num_steps)
     # Hash: every tensor at the place that it has on all ranks.
     places, link = _Places(trainer), link_device(trainer.device)
     mine = torch.full((places.num,), _NO_HASH, dtype=torch.int64, device=trainer.device)
@@ -96,6 +100,31 @@ def check_replicas(trainer: Trainer, num_steps: int, *, masters_only: bool = Fal
         "memory or a link has failed, or the ranks' processors differ: nothing is saved: --resume from the newest "
         "checkpoint"
     )
+
+
+def _check_what_forward_reads(trainer: Trainer, num_steps: int) -> None:
+    """Check that the weights which forward reads are those that replicas own and update (ZeRO); collective."""
+    if trainer.sliced is None:
+        return
+    places = _Places(trainer)
+    wrong = trainer.sliced.owned.moved()
+    for name, weight in trainer.weights.items():
+        master = trainer.optimizer.masters[name]
+        if master is not weight and not _same_bits(weight.detach(), master.detach().to(weight.dtype)):
+            wrong.append(name)
+    numbers = [-float(places.of("", name)) for name in wrong]
+    (first,) = max_over_ranks([max(numbers, default=-torch.inf)], trainer.device)
+    if first != -torch.inf:
+        raise RunError(
+            f"forward must read the weights that are trained: after step {num_steps} {places.name(int(-first))} is "
+            "another one, in memory of its own or not what its master rounds to: nothing is saved: --resume from the "
+            "newest checkpoint, and report it if nothing but tpengine has touched the weights"
+        )
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    return torch.equal(x.view(integer), y.view(integer))
 
 
 def bits_hash(tensor: Tensor) -> Tensor:

@@ -125,6 +125,50 @@ def test_replicas_that_differ_in_a_bit_are_named_and_not_saved(ranks: RankPool, 
     assert checkpoints_of(str(tmp_path)).steps() == [2]
 
 
+def weight_with_memory_of_its_own(trainer: Trainer) -> None:
+    """As by a layer that takes memory for its own: values are right until the next update."""
+    weight = trainer.model.held["layers.1.self_attn.k_proj.weight"]
+    weight.data = weight.detach().clone()
+
+
+def weight_that_is_not_its_master(trainer: Trainer) -> None:
+    flip(trainer.weights["layers.0.mlp.up_proj.weight"])
+
+
+LOST = {
+    weight_with_memory_of_its_own: "model.layers.1.self_attn.k_proj.weight",
+    weight_that_is_not_its_master: "model.layers.0.mlp.up_proj.weight",
+}
+
+
+def losing(config: Config, lose: str) -> list[str]:
+    """What the check between checkpoints says after a step, and after a loss on one rank."""
+    trainer, said = Trainer(config, open_corpus(config), CPU), []
+    trainer.train_step(0)
+    with RunCheckpoints(trainer, None) as checkpoints:
+        checkpoints.after_step(1)
+        if dist.get_rank() == 1:
+            globals()[lose](trainer)
+        try:
+            checkpoints.after_step(1)
+        except RunError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("lose", LOST)
+def test_a_weight_that_is_trained_elsewhere_than_it_is_read_is_named(
+    ranks: RankPool, lose: Callable[[Trainer], None]
+) -> None:
+    config = exact_config(2, 1, 1, dtype="bfloat16", layers=2, reduction="fast", zero=1)
+    train = replace(config.train, check_replicas_every=1)
+    said = ranks.run(losing, 2, replace(config, train=train), lose.__name__)
+    for of_rank in said:
+        assert of_rank[0].startswith(
+            f"forward must read the weights that are trained: after step 1 {LOST[lose]} is another one"
+        )
+
+
 def trained(config: Config, run_dir: str) -> int:
     trainer = Trainer(config, open_corpus(config), CPU)
     with RunCheckpoints(trainer, Path(run_dir) if dist.get_rank() == 0 else None) as checkpoints:
