@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from tpkernels.ops.norm.operator import norm_backward, norm_forward
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, accumulation_dtype
+from tpengine.layers.placement import Placement, whole
 
 
 class _Norm(torch.autograd.Function):
@@ -91,6 +92,10 @@ class Norm(nn.Module):
         self.bias: Parameter | None = None
         if self.centered:
             self.bias = Parameter(torch.zeros(hidden_size, dtype=dtype, device=device))
+
+    def tp_placements(self) -> Mapping[str, Placement]:
+        """See SaysPlacements: whole, and each rank's gradient is of its own rows."""
+        return {"weight": whole(self.comm), "bias": whole(self.comm)}
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""

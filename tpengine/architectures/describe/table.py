@@ -48,6 +48,15 @@ class Rule:
         """Return the rule for what is cut between heads: column(heads)."""
         return replace(self, by_heads=unit is heads)
 
+    def dim_of(self, num_dims: int) -> int | None:
+        """Return which dim of a parameter [out, in] or [out] is cut over tp; None: every rank holds it whole.
+
+        The bias of an input-parallel product is whole: it is added to this rank's tokens.
+        """
+        if self.cut == "row":
+            return 1 if num_dims > 1 else None
+        return None if self.cut == "replicate" else 0
+
     def of(self, ours: str) -> Rule:
         """Return the rule for what the files have under another name; braces: packed(q, k, v) in one tensor."""
         return replace(self, ours=ours)

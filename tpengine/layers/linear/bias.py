@@ -10,7 +10,7 @@ block of the tokens: so exact mode's sums do not depend on the layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from tpkernels.ops.embedding import add_rows_
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, accumulation_dtype
+from tpengine.layers.placement import Placement, whole
 from tpengine.layers.rows.cache import Rows, length_of
 
 Biases = Sequence[tuple[Parameter, Communicator | None]]
@@ -119,7 +120,8 @@ class LearnedPositions(nn.Module):
 
     Args:
         num_positions, hidden_size: P and D.
-        comm: the tp ranks, which hold other tokens of the same batch.
+        comm: the tp ranks, which hold other tokens of the same batch. Construction is collective: all take the first
+            one's table.
         sink: where the gradient goes; default `weight.grad`, summed over tp at once.
         dtype, device: of the weight, as torch.
 
@@ -141,6 +143,13 @@ class LearnedPositions(nn.Module):
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(num_positions, hidden_size, dtype=dtype, device=device))
         nn.init.normal_(self.weight, std=0.02)
+        if not self.weight.is_meta:
+            # Every rank holds the whole table, whatever each generator drew.
+            comm.broadcast_(self.weight.detach())
+
+    def tp_placements(self) -> Mapping[str, Placement]:
+        """See SaysPlacements: whole, and each rank's gradient is of its own tokens."""
+        return {"weight": whole(self.comm)}
 
     def forward(self, x: Tensor, seq: Rows) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]; `seq` says what the T rows are."""

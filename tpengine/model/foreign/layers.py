@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from tpkernels.derivatives import differentiable_once
 
 from tpengine.layers.collectives import Communicator, all_reduce, copy
+from tpengine.layers.placement import Placement, SummedBy, cut, whole
 from tpengine.layers.vocabulary.loss import check_range
 from tpengine.model.foreign.cut import Cut
 
@@ -44,6 +45,13 @@ class CutLayer(nn.Module):
         self.tp, self.cuts, self.is_transposed = tp, dict(cuts), is_transposed
         self.weight = weight
         self.register_parameter("bias", bias)
+
+    def tp_placements(self) -> Mapping[str, Placement]:
+        """See SaysPlacements: of what is whole every rank computes the whole gradient, since it has all tokens."""
+        return {
+            name: cut(self.tp, self.cuts[name].dim) if name in self.cuts else whole(self.tp, SummedBy.NOBODY)
+            for name, _ in self.named_parameters(recurse=False)
+        }
 
     @property
     def _matrix(self) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from tpengine.architectures.describe.table import Table
 from tpengine.distributed.agreement import check_same, describe_model, device_of
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.replicated.modules import replicate, sharded, summed, whole
+from tpengine.layers.replicated.modules import replicate, summed
 from tpengine.model.foreign.cut import Cut
 from tpengine.model.foreign.layers import CutColumns, CutHead, CutLayer, CutRows, CutTable
 from tpengine.model.foreign.rules import Ruled, divided, rule_all
@@ -147,10 +147,8 @@ def _cut_layer(one: Ruled, tp: Communicator, made: dict[Parameter, Parameter], g
     else:
         kind_of_layer: type[CutLayer] = CutColumns if one.rule.cut == "column" else CutRows
         layer = kind_of_layer(tp, one.cuts, weight, bias, is_transposed=is_transposed)
-    if bias is not None and "bias" not in one.cuts:
-        whole(bias, tp)
     layer.train(one.module.training)
-    return sharded(layer, tp)
+    return layer
 
 
 @torch.no_grad()
