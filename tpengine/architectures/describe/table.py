@@ -9,7 +9,8 @@ has `of(...)`. In that name braces mean parameters that lie in one tensor of the
     vocab        a table by vocabulary: rows cut, padded
     replicate    whole on every rank; its gradient is summed over tp, since its input is a shard of tokens or of heads
     heads        column(heads), row(heads): cut between heads; ranks share the heads of which there are fewer than ranks
-                 replicate(heads): its input is a shard of heads; `parallelize` sums over tp for this one alone
+                 replicate(heads): its input is a shard of heads, or of features, as that of nn.PReLU between a column
+                 and a row; `parallelize` sums over tp for this one alone
 """
 
 from __future__ import annotations

@@ -115,6 +115,8 @@ def _check_kind(name: str, module: nn.Module, rule: Rule) -> None:
         wanted, fits = "Conv1D", kind.__name__ == "Conv1D" and getattr(module, "weight", None) is not None
     elif rule.cut == "vocab":
         wanted, fits = "nn.Linear or nn.Embedding", kind in (nn.Linear, nn.Embedding)
+    elif rule.cut == "column":
+        wanted, fits = "nn.Linear or nn.PReLU", kind in (nn.Linear, nn.PReLU)
     else:
         wanted, fits = "nn.Linear", kind is nn.Linear
     if not fits:
