@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import tpengine.layers
+from tpengine.config import ModelConfig
 from tpengine.data_parallel import DataParallel
 from tpengine.layers import (
     Attention,
@@ -43,6 +44,8 @@ from tpengine.layers import (
 )
 from tpengine.layers.placement import Placement, cut
 from tpengine.layers.replicated.modules import num_parallel
+from tpengine.model.parts import FastParts
+from tpengine.model.transformer import Transformer
 from tpengine.pipeline import Pipeline
 
 D, HEADS, HEAD_SIZE, WIDE, VOCAB, SEQ, BATCH = 12, 12, 4, 24, 24, 6, 8
@@ -381,6 +384,16 @@ def program_of_a_lie(layer: Any, name: str) -> str:
 @pytest.mark.parametrize(("layer", "name"), [(RowParallelLinear, "bias"), (LayerNorm, "weight")])
 def test_a_layer_that_lies_is_seen(ranks: RankPool, layer: Any, name: str) -> None:
     assert set(ranks.run(program_of_a_lie, 2, layer, name)) == {"another norm"}
+
+
+def test_a_transformer_whose_layers_and_table_differ_is_not_built() -> None:
+    sizes = ModelConfig(vocab_size=16, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, ffn_size=8)
+    Transformer(FastParts(sizes, Communicator(None)))
+    with (
+        patch.object(RMSNorm, "tp_placements", lambda self: {"weight": cut(self.comm, 0)}),
+        pytest.raises(AssertionError, match="modules and parameter table differ: .*norm.weight"),
+    ):
+        Transformer(FastParts(sizes, Communicator(None)))
 
 
 def modules_of_the_package() -> set[type[nn.Module]]:

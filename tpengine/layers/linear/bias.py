@@ -60,7 +60,9 @@ def add_cut_bias(y: Tensor, biases: Biases, sink: GradientSink) -> Tensor:
         sink: where the gradients go.
     """
     row = torch.cat([bias for bias, _ in biases])
-    if torch.compiler.is_compiling() and isinstance(sink, ParamGradSink):
+    # Autograd, which the compiler leaves the gradients to, sums none over ranks.
+    is_alone = all(ranks is None for _, ranks in biases)
+    if torch.compiler.is_compiling() and isinstance(sink, ParamGradSink) and is_alone:
         return y + row
     added: Tensor = applied(_AddCut, y, row.detach(), biases, sink)
     return added

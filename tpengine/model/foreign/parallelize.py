@@ -70,8 +70,8 @@ def parallelize(
             module with parameters has no rule, or two; a rule fits none; a rule is for another kind of module; heads or
             features that tp does not divide, in one of the tensors of a weight; tied parameters that are cut
             differently; an attribute to divide that is no such number; dropout; a norm of heads that is not
-            replicate(heads); the meta device. From the first backward passes: gradients of what is whole differ between ranks,
-            since a module under `replicate` sees this rank's features.
+            replicate(heads); the meta device. From the first backward passes: gradients of what is whole differ between
+            ranks, since a module under `replicate` sees this rank's features.
 
     Cost: per column layer an all-reduce of dx in backward, per row layer and table one of y in forward; T*V logits
         gathered. Each exchange waits for the matmul: faster are tpengine.layers, in a model written for them.
