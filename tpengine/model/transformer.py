@@ -186,5 +186,6 @@ class Transformer(nn.Module):
         names = {name: self.parts.module_name(p.spec.name, p.holder) for name, p in self.pieces.items()}
         held = {module: (tuple(p.shape), placed[p].dim, placed[p].num_sharing) for module, p in modules.items()}
         table = {names[name]: (p.block[1], p.spec.shard_dim, p.spec.replicas) for name, p in self.pieces.items()}
-        assert held == table, f"modules and parameter table differ: {sorted(held.items() ^ table.items())}"
+        differing = sorted(map(str, held.items() ^ table.items()))
+        assert held == table, f"modules and parameter table differ: {', '.join(differing)}"
         return {name: modules[module] for name, module in names.items()}

@@ -267,15 +267,44 @@ def program_of_a_thaw() -> None:
     first = tp.broadcast_(norm.bias.grad.clone())
     assert torch.equal(norm.bias.grad, first) and first.abs().max() > 0
     assert said_by(lambda: clip_grad_norm_(model, 1.0, tp)) == ""
-    # What was not replicated is refused as soon as it is thawed.
-    model.append(nn.LayerNorm(D, dtype=DTYPE).requires_grad_(False))
-    assert said_by(lambda: clip_grad_norm_(model, 1.0, tp)) == ""
-    model.requires_grad_(True)
-    assert "nothing sums 2.weight, 2.bias: wrap" in said_by(lambda: clip_grad_norm_(model, 1.0, tp))
 
 
 def test_a_replicated_parameter_that_is_thawed_is_summed(ranks: RankPool) -> None:
     ranks.run(program_of_a_thaw, 2)
+
+
+def program_of_a_thaw_without_replicate(look: str) -> list[str]:
+    """What backward and the norm say of a norm that was accepted because it was frozen."""
+    tp = Communicator(dist.group.WORLD)
+    alone = Communicator([dist.new_group([rank]) for rank in range(tp.size)][tp.rank])
+    x = torch.randn(4, D, dtype=DTYPE)
+    with torch.device("meta" if look == "stage" else "cpu"):
+        norm = nn.LayerNorm(D, dtype=DTYPE).requires_grad_(False)
+        model = nn.Sequential(RMSNorm(D, tp, dtype=DTYPE), norm)
+    if look == "check":
+        check_replicated(model, tp)
+    elif look == "replicas":
+        DataParallel(model, alone).remove()
+    else:
+        init = lambda module, _: [nn.init.normal_(p) for p in module.parameters()]  # noqa: E731
+        loss = lambda y, _: y.square().mean()  # noqa: E731
+        model = Pipeline(model, x, loss, num_micro_batches=1, group=alone.group, init=init).stage
+    # Frozen it stays silent, however often it is looked at.
+    model(x).square().sum().backward()
+    said = [said_by(lambda: clip_grad_norm_(model, 1.0, tp))]
+    model.requires_grad_(True)
+    said.append(said_by(lambda: model(x).square().sum().backward()))
+    said.append(said_by(lambda: clip_grad_norm_(model, 1.0, tp)))
+    replicate(model[1], tp)
+    said.append(said_by(lambda: model(x).square().sum().backward()))
+    return said
+
+
+@pytest.mark.parametrize("look", ["check", "replicas", "stage"])
+def test_what_was_accepted_because_it_was_frozen_is_refused_once_it_is_thawed(ranks: RankPool, look: str) -> None:
+    for frozen, backward, norm, replicated in ranks.run(program_of_a_thaw_without_replicate, 2, look):
+        assert frozen == "" and replicated == ""
+        assert "tp 2, nothing sums 1.weight, 1.bias: wrap" in backward and backward == norm
 
 
 def program_of_values_left_alone() -> None:
@@ -391,7 +420,7 @@ def test_a_transformer_whose_layers_and_table_differ_is_not_built() -> None:
     Transformer(FastParts(sizes, Communicator(None)))
     with (
         patch.object(RMSNorm, "tp_placements", lambda self: {"weight": cut(self.comm, 0)}),
-        pytest.raises(AssertionError, match="modules and parameter table differ: .*norm.weight"),
+        pytest.raises(AssertionError, match=r"modules and parameter table differ: .*norm\.weight"),
     ):
         Transformer(FastParts(sizes, Communicator(None)))
 

@@ -11,6 +11,7 @@ parameters that nothing sums; DataParallel and Pipeline call it for every model 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
@@ -33,6 +34,8 @@ from tpengine.layers.placement import (
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
+# Set on a frozen parameter of which nothing says how it lies.
+_WATCHED = "_tpengine_watched"
 # Set on a parameter while replicas hold slices of its gradient.
 _SLICED = "_tpengine_sliced"
 _MOST_NAMES = 8
@@ -135,7 +138,8 @@ def check_replicated(model: nn.Module, tp: Communicator) -> None:
     """Refuse a model with trained parameters whose gradients nothing sums over the tensor-parallel ranks.
 
     Accepted are parameters that are frozen, that belong to this package's tensor-parallel layers, or that went through
-    `replicate`, `summed` or `sharded`. Nothing is exchanged: ranks that have built the same model raise alike.
+    `replicate`, `summed` or `sharded`. A frozen one that is thawed later, without one of these, is refused in the
+    backward that gives it a gradient. Nothing is exchanged: ranks that have built the same model raise alike.
 
     Args:
         model: any module; call this before its first step.
@@ -160,17 +164,24 @@ def check_beside_parallel_layers(model: nn.Module) -> None:
 def refuse_unsummed(model: nn.Module, placed: Mapping[Parameter, Placement], num_ranks: int) -> None:
     """Raise ValueError if several ranks train a parameter of a model that lies over one alone, or of which none says.
 
+    A frozen one is watched: the backward in which it gets a gradient raises the same.
+
     Args:
         model: the model.
         placed: its `placements_of`.
         num_ranks: the size of tp.
     """
-    unsummed = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (parameter not in placed or placed[parameter].num_ranks == 1)
-    ]
-    if num_ranks == 1 or not unsummed:
+    if num_ranks == 1:
+        return
+    unsummed = []
+    for name, parameter in model.named_parameters():
+        if parameter in placed and placed[parameter].num_ranks > 1:
+            continue
+        if parameter.requires_grad:
+            unsummed.append(name)
+        else:
+            _watch(parameter, model, num_ranks)
+    if not unsummed:
         return
     more = f" and {len(unsummed) - _MOST_NAMES} more" if len(unsummed) > _MOST_NAMES else ""
     raise ValueError(
@@ -179,6 +190,21 @@ def refuse_unsummed(model: nn.Module, placed: Mapping[Parameter, Placement], num
         "tpengine's own with tp, or say by tpengine.layers.sharded(module, tp) that each rank holds its own part, by "
         "summed(module, tp) that the module sums by itself"
     )
+
+
+def _watch(parameter: Parameter, model: nn.Module, num_ranks: int) -> None:
+    """Check the model again when a frozen parameter gets a gradient after all."""
+    # By identity: a parameter that takes the place of one on the meta device is given its attributes, but no hooks.
+    if vars(parameter).get(_WATCHED) == id(parameter):
+        return
+    setattr(parameter, _WATCHED, id(parameter))
+    of_model = weakref.ref(model)
+
+    def check_again(_: Tensor) -> None:
+        if (looked_at := of_model()) is not None:
+            refuse_unsummed(looked_at, placements_of(looked_at), num_ranks)
+
+    hook_gradient(parameter, check_again)
 
 
 def num_parallel(model: nn.Module) -> int:
@@ -219,12 +245,13 @@ def carry_over(module: nn.Module, made: Mapping[Tensor, Tensor]) -> None:
         module: holds the new parameters.
         made: tensor on the meta device -> the tensor that replaces it.
     """
-    new = set(made.values())
-    for parameter, placement in placements_of(module).items():
+    new, placed = set(made.values()), placements_of(module)
+    for parameter, placement in placed.items():
         if parameter in new and placement.holders is not None:
             if placement.summed_by is SummedBy.HOOK:
                 _sum_over(parameter, placement.over)
             _equalise(parameter, real(placement.holders))
+    refuse_unsummed(module, placed, _num_ranks(placed))
 
 
 def ranks_that_hold(model: nn.Module) -> dict[Parameter, int]:
@@ -251,7 +278,7 @@ def _sum_over(parameter: Parameter, tp: Communicator) -> None:
 
 def hook_gradient(parameter: Parameter, hook: Callable[[Tensor], Tensor | None]) -> None:
     """Register a hook on a parameter's gradient, also if the parameter is frozen: it acts once that is thawed."""
-    if not (parameter.is_floating_point() or parameter.is_complex()):
+    if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):
         return
     # torch refuses a hook on what needs no gradient, but keeps those that are there.
     is_trained = parameter.requires_grad
