@@ -378,11 +378,12 @@ def program_of_contradictions() -> list[str]:
         said_by(lambda: check_replicated(mixed, tp)),
         said_by(lambda: replicate(mixed, tp)),
         said_by(lambda: check_replicated(mine, tp)) + str(num_parallel(mine)),
+        said_by(lambda: clip_grad_norm_(mine, 1.0, Communicator(None))),
     ]
 
 
 def test_contradictions_are_refused(ranks: RankPool) -> None:
-    for shared, mixed, wrapped, mine in ranks.run(program_of_contradictions, 2):
+    for shared, mixed, wrapped, mine, other_tp in ranks.run(program_of_contradictions, 2):
         assert shared == (
             "a parameter lies in one way over tp: 1.bias is whole on 2 ranks, and as 2.bias cut over 2 ranks along dim "
             "0: share it between layers that hold it alike"
@@ -390,6 +391,7 @@ def test_contradictions_are_refused(ranks: RankPool) -> None:
         assert "tp 2, nothing sums 1.weight, 1.bias: wrap" in mixed
         assert "1.weight is over 1 ranks, tp 2: make the layer with tp" in wrapped
         assert mine == "2"
+        assert "it is over 2 tensor-parallel ranks, got tp 1: pass the communicator" in other_tp
 
 
 def program_of_a_lie(layer: Any, name: str) -> str:

@@ -158,7 +158,7 @@ def check_beside_parallel_layers(model: nn.Module) -> None:
         ValueError: as check_replicated. A model without such layers is accepted.
     """
     placed = placements_of(model)
-    refuse_unsummed(model, placed, _num_ranks(placed))
+    refuse_unsummed(model, placed, num_ranks_of(placed))
 
 
 def refuse_unsummed(model: nn.Module, placed: Mapping[Parameter, Placement], num_ranks: int) -> None:
@@ -209,10 +209,11 @@ def _watch(parameter: Parameter, model: nn.Module, num_ranks: int) -> None:
 
 def num_parallel(model: nn.Module) -> int:
     """Return over how many tensor-parallel ranks a model is cut, or sums gradients; 1 without them."""
-    return _num_ranks(placements_of(model))
+    return num_ranks_of(placements_of(model))
 
 
-def _num_ranks(placed: Mapping[Parameter, Placement]) -> int:
+def num_ranks_of(placed: Mapping[Parameter, Placement]) -> int:
+    """Return over how many ranks the parameters lie; 1 where none lies over several."""
     return max((placement.num_ranks for placement in placed.values()), default=1)
 
 
@@ -251,7 +252,7 @@ def carry_over(module: nn.Module, made: Mapping[Tensor, Tensor]) -> None:
             if placement.summed_by is SummedBy.HOOK:
                 _sum_over(parameter, placement.over)
             _equalise(parameter, real(placement.holders))
-    refuse_unsummed(module, placed, _num_ranks(placed))
+    refuse_unsummed(module, placed, num_ranks_of(placed))
 
 
 def ranks_that_hold(model: nn.Module) -> dict[Parameter, int]:
