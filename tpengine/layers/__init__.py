@@ -1,23 +1,28 @@
 """Tensor-parallel layers: token-major, sequence-sharded activations x[T/tp, D]; usable inside any model.
 
-linear/            column- and row-parallel layers, their products and weights
+linear/            column- and row-parallel layers, their products, weights and biases; learned positions
 attention.py mlp.py norm.py   the other layers of a block
 vocabulary/        embedding and loss, cut over the vocabulary
 rows/              what rows are: sequences, packed documents, what follows on a cache of keys and values
 dropout.py         masks that are the same in every layout
 gradient_sink.py   where weight gradients go
 collectives.py     the seam between layers and communication
-replicated/        parameters that every tensor-parallel rank holds whole, and the norm that counts them once
+placement.py       how each parameter lies over tensor-parallel ranks: every layer says so of its own
+replicated/        sum what others hold whole, refuse what nothing sums, clip by a norm that counts everything once
 
-Exact mode, which computes a layer shard by shard, is in model/exact.py.
+Every layer is exported here. Exact mode, which computes a layer shard by shard, is in model/exact.py.
 """
 
 from tpengine.config import IGNORED_LABEL
-from tpengine.layers.attention import Attention
+from tpengine.layers.attention import Attention, Rotation, Scores
+from tpengine.layers.collectives import Communicator
+from tpengine.layers.dropout import Dropout, Position
+from tpengine.layers.linear.bias import LearnedPositions
 from tpengine.layers.linear.layers import ColumnParallelLinear, RowParallelLinear
 from tpengine.layers.linear.packed import PackedWeights
-from tpengine.layers.mlp import SwiGLU
-from tpengine.layers.norm import RMSNorm
+from tpengine.layers.mlp import FeedForward, SwiGLU
+from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
+from tpengine.layers.placement import Placement, placements_of
 from tpengine.layers.replicated.clip import clip_grad_norm_
 from tpengine.layers.replicated.modules import check_replicated, replicate, sharded, summed
 from tpengine.layers.rows.cache import KeyValueCache
@@ -29,15 +34,27 @@ __all__ = [
     "IGNORED_LABEL",
     "Attention",
     "ColumnParallelLinear",
+    "Communicator",
     "Documents",
+    "Dropout",
+    "FeedForward",
     "KeyValueCache",
+    "LayerNorm",
+    "LearnedPositions",
+    "Norm",
+    "OffsetRMSNorm",
     "PackedWeights",
+    "Placement",
+    "Position",
     "RMSNorm",
+    "Rotation",
     "RowParallelLinear",
+    "Scores",
     "SwiGLU",
     "VocabParallelEmbedding",
     "check_replicated",
     "clip_grad_norm_",
+    "placements_of",
     "replicate",
     "sharded",
     "summed",

@@ -119,6 +119,10 @@ class WholeRows(Communicator):
             return arena.sum_of_rows(x)
         return tree_sum(self.over.all_gather(x).view(self.size, *x.shape).unbind()).to(x.dtype)
 
+    def broadcast_(self, x: Tensor) -> Tensor:
+        """Overwrite x with the tensor of the first rank. Return x."""
+        return self.over.broadcast_(x)
+
     def _start(self, x: Tensor, op: Any) -> NoReturn:
         raise AssertionError("whole rows are for passes without a backward")
 

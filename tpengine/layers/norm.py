@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from tpengine.layers.gradient_sink import (
     check_reaches,
     total_of,
 )
+from tpengine.layers.placement import Placement, whole
 
 
 class _Norm(torch.autograd.Function):
@@ -98,6 +99,10 @@ class Norm(nn.Module):
         self.bias: Parameter | None = None
         if self.centered:
             self.bias = Parameter(torch.zeros(hidden_size, dtype=dtype, device=device))
+
+    def tp_placements(self) -> Mapping[str, Placement]:
+        """See SaysPlacements: whole, and each rank's gradient is of its own rows."""
+        return {"weight": whole(self.comm), "bias": whole(self.comm)}
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""

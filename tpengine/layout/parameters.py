@@ -159,17 +159,14 @@ def _spec(model: ModelConfig, tp: int, name: str, shape: tuple[int, ...], norm: 
     """Return the parameter as its rule has it; a `norm` says what its weight begins with."""
     module, _, kind = name.rpartition(".")
     rule = rule_of(model, module).rule
-    is_matrix = len(shape) > 1
-    # The bias of an input-parallel product is added to this rank's tokens.
-    is_cut = rule.cut in ("column", "vocab") or (rule.cut == "row" and is_matrix)
-    if not is_cut and not is_matrix:
+    is_matrix, dim = len(shape) > 1, rule.dim_of(len(shape))
+    if dim is None and not is_matrix:
         first = norm.first_weight if norm is not None and kind == "weight" else 0.0
         return ParameterSpec(name, shape, None, init=first)
     std = init_std(model)
     if rule.cut == "row":
         # Every block adds two terms to the residual stream: their scale keeps its variance independent of depth.
         std /= math.sqrt(2 * model.num_layers)
-    dim = (1 if rule.cut == "row" else 0) if is_cut else None
     replicas = max(1, tp // (shape[dim] // model.head_size)) if rule.by_heads and dim is not None else 1
     return ParameterSpec(name, shape, dim, replicas, init_std=std if is_matrix else None, init=0.0)
 

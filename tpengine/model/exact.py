@@ -38,6 +38,7 @@ from tpengine.layers.linear.layers import ColumnParallelLinear, RowParallelLinea
 from tpengine.layers.linear.prepared import Contents
 from tpengine.layers.linear.sizes import check_tokens
 from tpengine.layers.norm import Norm
+from tpengine.layers.placement import SaysPlacements
 from tpengine.layers.rows.cache import Rows
 from tpengine.layout.parameters import ALIGNMENT_BYTES
 
@@ -184,11 +185,11 @@ class HeldShards(nn.Module):
         for shard, layer in zip(held, layers, strict=True):
             for name, part in layer.named_modules():
                 first: Any = layers[0].get_submodule(name)
-                if isinstance(part, Norm | LearnedPositions):
-                    part.weight = first.weight
-                if isinstance(part, Norm | RowParallelLinear):
-                    part.bias = first.bias
-                elif isinstance(part, ColumnParallelLinear) and part.replicas is not None:
+                said = part.tp_placements() if isinstance(part, SaysPlacements) else {}
+                for kind, placement in said.items():
+                    if placement.is_whole:
+                        setattr(part, kind, getattr(first, kind))
+                if isinstance(part, ColumnParallelLinear) and part.replicas is not None:
                     holder = max(shard - part.replicas.rank, held.start)
                     if holder < shard:
                         owner: Any = layers[holder - held.start].get_submodule(name)

@@ -18,6 +18,7 @@ from tpkernels.random import normal_block
 
 from tpengine.architectures.registry import architecture_of
 from tpengine.layers.dropout import LayerDropouts, Position
+from tpengine.layers.placement import placements_of
 from tpengine.layers.rows.cache import Rows
 from tpengine.layout.parameters import Piece, pieces_of, stage_specs
 from tpengine.model.block import Block, computed_again
@@ -180,10 +181,11 @@ class Transformer(nn.Module):
             yield self.lm_head
 
     def _held_pieces(self) -> dict[str, Parameter]:
-        """The parameters by piece; modules and table must agree on each one's name and shape."""
-        modules = dict(self.named_parameters())
+        """The parameters by piece; layers and table must agree on each one's name, shape and how it lies over tp."""
+        modules, placed = dict(self.named_parameters()), placements_of(self)
         names = {name: self.parts.module_name(p.spec.name, p.holder) for name, p in self.pieces.items()}
-        held = {module: tuple(p.shape) for module, p in modules.items()}
-        table = {names[name]: piece.block[1] for name, piece in self.pieces.items()}
-        assert held == table, f"modules and parameter table differ: {sorted(held.items() ^ table.items())}"
+        held = {module: (tuple(p.shape), placed[p].dim, placed[p].num_sharing) for module, p in modules.items()}
+        table = {names[name]: (p.block[1], p.spec.shard_dim, p.spec.replicas) for name, p in self.pieces.items()}
+        differing = sorted(map(str, held.items() ^ table.items()))
+        assert held == table, f"modules and parameter table differ: {', '.join(differing)}"
         return {name: modules[module] for name, module in names.items()}

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import ModelConfig
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.gradient_sink import BufferSink
+from tpengine.layers.gradient_sink import BufferSink, ParamGradSink
+from tpengine.layers.linear.bias import add_cut_bias
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Block
 
@@ -53,6 +54,25 @@ def check_compiled(name: str, arena_bytes: int) -> None:
     for what, tensor in want.items():
         torch.testing.assert_close(got[what], tensor, rtol=1e-4, atol=1e-5, msg=lambda m, n=what: f"{n}: {m}")
     torch._dynamo.reset()
+
+
+def check_shared_biases() -> None:
+    """A bias that ranks share, as keys' and values' with fewer heads than ranks, is summed over them."""
+    tp = Communicator(dist.group.WORLD)
+    bias = nn.Parameter(torch.zeros(4))
+
+    def added(x: Tensor) -> Tensor:
+        return add_cut_bias(x * 2, [(bias, tp)], ParamGradSink())
+
+    for run in (added, torch.compile(added, backend="eager")):
+        bias.grad = None
+        run(torch.ones(3, 4, requires_grad=True)).backward(torch.full((3, 4), tp.rank + 1.0))
+        assert bias.grad is not None and bias.grad.tolist() == [3.0 * (1 + 2)] * 4
+    torch._dynamo.reset()
+
+
+def test_shared_biases_are_summed_under_the_compiler(ranks: RankPool) -> None:
+    ranks.run(check_shared_biases, 2)
 
 
 def check_sinks_are_kept(name: str) -> None:

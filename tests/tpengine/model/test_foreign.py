@@ -322,6 +322,76 @@ def test_a_whole_model_trains_as_in_one_process(ranks: RankPool, name: str, zero
         assert losses == pytest.approx(wanted, abs=1e-9)
 
 
+class Slopes(nn.Module):
+    """A network with weights between its column and its row: a slope, or one for each feature, and maybe a gate."""
+
+    def __init__(self, num_slopes: int, gated: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Embedding(10, 8), nn.LayerNorm(8)
+        self.up, self.act, self.down = nn.Linear(8, 12), nn.PReLU(num_slopes), nn.Linear(12, 8, bias=False)
+        self.gate = nn.Linear(8, 1) if gated else None
+        nn.init.uniform_(self.act.weight, 0.1, 0.9)
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embed(tokens))
+        hidden: Tensor = self.act(self.up(x))
+        y: Tensor = self.down(hidden if self.gate is None else hidden * self.gate(x))
+        return y
+
+
+SLOPES = {"embed": vocab, "norm": replicate, "up": column, "down": row}
+
+
+def program_of_slopes(num_slopes: int, gated: bool, rules: dict[str, Any]) -> list[str]:
+    """What backward says, pass by pass, after it has compared gradients with the whole model's."""
+    tp = Communicator(dist.group.WORLD)
+    tokens = torch.arange(10)
+    weights = torch.randn(10, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model, one = Slopes(num_slopes, gated), Slopes(num_slopes, gated)
+    parallelize(model, {**SLOPES, **rules}, tp)
+    assert apart(whole_state_dict(model), one.state_dict()) == 0.0
+    # A pass without gradients says nothing, and does not count.
+    (model(tokens) * 0.0).sum().backward()
+    model.zero_grad(), one.zero_grad()
+    for _ in range(4):
+        try:
+            (model(tokens) * weights).sum().backward()
+        except ValueError as error:
+            return [str(error)]
+        (one(tokens) * weights).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 1e9)
+    assert float(abs(clip_grad_norm_(model, 1e9, tp) - norm)) <= GRADIENTS
+    assert apart(gradients_of(model), gradients_of_one(one)) <= GRADIENTS
+    return []
+
+
+def gradients_of_one(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("num_slopes", "gated", "rules", "said"),
+    [
+        (1, False, {"act": replicate(heads)}, None),
+        (12, False, {"act": column}, None),
+        (1, False, {"act": replicate}, "act.weight has another on ranks [1] than on rank 0"),
+        # What is before it is wrong too, and is seen as well where the table sums over tp.
+        (12, True, {"act": column, "gate": replicate}, "gate.bias has another on ranks [1]"),
+        (12, True, {"act": column, "gate": replicate(heads)}, "norm.weight has another on ranks [1]"),
+    ],
+)
+def test_weights_between_a_column_and_a_row_train_or_are_refused(
+    ranks: RankPool, num_slopes: int, gated: bool, rules: dict[str, Any], said: str | None
+) -> None:
+    for got in ranks.run(program_of_slopes, 2, num_slopes, gated, rules):
+        if said is None:
+            assert got == []
+        else:
+            assert len(got) == 1 and said in got[0] and "replicate(heads)" in got[0] and "\n" not in got[0]
+
+
 class Tiny(nn.Module):
     """A model with each kind of layer, for what is refused."""
 

@@ -9,7 +9,8 @@ has `of(...)`. In that name braces mean parameters that lie in one tensor of the
     vocab        a table by vocabulary: rows cut, padded
     replicate    whole on every rank; its gradient is summed over tp, since its input is a shard of tokens or of heads
     heads        column(heads), row(heads): cut between heads; ranks share the heads of which there are fewer than ranks
-                 replicate(heads): its input is a shard of heads; `parallelize` sums over tp for this one alone
+                 replicate(heads): its input is a shard of heads, or of features, as that of nn.PReLU between a column
+                 and a row; `parallelize` sums over tp for this one alone
 """
 
 from __future__ import annotations
@@ -47,6 +48,15 @@ class Rule:
     def __call__(self, unit: _Unit) -> Rule:
         """Return the rule for what is cut between heads: column(heads)."""
         return replace(self, by_heads=unit is heads)
+
+    def dim_of(self, num_dims: int) -> int | None:
+        """Return which dim of a parameter [out, in] or [out] is cut over tp; None: every rank holds it whole.
+
+        The bias of an input-parallel product is whole: it is added to this rank's tokens.
+        """
+        if self.cut == "row":
+            return 1 if num_dims > 1 else None
+        return None if self.cut == "replicate" else 0
 
     def of(self, ours: str) -> Rule:
         """Return the rule for what the files have under another name; braces: packed(q, k, v) in one tensor."""

@@ -10,7 +10,7 @@ several sinks, each for an equal block of the tokens: so exact mode's sums do no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from tpengine.layers.gradient_sink import (
     check_reaches,
     total_of,
 )
+from tpengine.layers.placement import Placement, whole
 from tpengine.layers.rows.cache import Rows, length_of
 
 Biases = Sequence[tuple[Tensor, Communicator | None]]
@@ -69,7 +70,9 @@ def add_cut_bias(y: Tensor, biases: Biases, sink: GradientSink) -> Tensor:
     for bias in tensors:
         check_reaches(sink, bias, "a bias")
     row = torch.cat(tensors)
-    if torch.compiler.is_compiling() and isinstance(sink, ParamGradSink):
+    # Autograd, which the compiler leaves the gradients to, sums none over ranks.
+    is_alone = all(ranks is None for _, ranks in biases)
+    if torch.compiler.is_compiling() and isinstance(sink, ParamGradSink) and is_alone:
         return y + row
     added: Tensor = applied(_AddCut, y, row.detach(), biases, sink, *tensors)
     return added
@@ -132,7 +135,8 @@ class LearnedPositions(nn.Module):
 
     Args:
         num_positions, hidden_size: P and D.
-        comm: the tp ranks, which hold other tokens of the same batch.
+        comm: the tp ranks, which hold other tokens of the same batch. Construction is collective: all take the first
+            one's table.
         sink: where the gradient goes; default `weight.grad`, summed over tp at once.
         dtype, device: of the weight, as torch.
 
@@ -154,6 +158,13 @@ class LearnedPositions(nn.Module):
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(num_positions, hidden_size, dtype=dtype, device=device))
         nn.init.normal_(self.weight, std=0.02)
+        if not self.weight.is_meta:
+            # Every rank holds the whole table, whatever each generator drew.
+            comm.broadcast_(self.weight.detach())
+
+    def tp_placements(self) -> Mapping[str, Placement]:
+        """See SaysPlacements: whole, and each rank's gradient is of its own tokens."""
+        return {"weight": whole(self.comm)}
 
     def forward(self, x: Tensor, seq: Rows) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]; `seq` says what the T rows are."""

@@ -6,7 +6,7 @@ Their products are in products.py; biases are added behind them (bias.py).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from tpengine.layers.linear.memory import Packing, lies_at
 from tpengine.layers.linear.prepared import PreparedWeight
 from tpengine.layers.linear.products import check_gather, column_product, is_traceable, row_product
 from tpengine.layers.linear.sizes import check_divides, check_tokens
+from tpengine.layers.placement import Placement, cut, whole
 
 
 class ColumnParallelLinear(nn.Module):
@@ -83,6 +84,11 @@ class ColumnParallelLinear(nn.Module):
         if replicas is not None and not self.weight.is_meta:
             # The replicas' gradients are summed, so their weights must start equal, whatever each generator drew.
             replicas.broadcast_(self.weight.detach())
+
+    def tp_placements(self) -> Mapping[str, Placement]:
+        """See SaysPlacements: rows are cut, those of the weight and of the bias."""
+        rows = cut(self.comm, 0, shared_by=self.replicas)
+        return {"weight": rows, "bias": rows}
 
     def borrow(self, owner: ColumnParallelLinear) -> None:
         """Share the parameters of another layer of the same shape: both layers then have the same."""
@@ -205,6 +211,10 @@ class RowParallelLinear(nn.Module):
         # Not by a layer of one shard: who adds the shards' outputs adds the bias to their sum.
         self.adds_bias = bias
         nn.init.normal_(self.weight, std=in_features**-0.5)
+
+    def tp_placements(self) -> Mapping[str, Placement]:
+        """See SaysPlacements: columns are cut; the bias is whole, and each rank's gradient is of its own tokens."""
+        return {"weight": cut(self.comm, 1), "bias": whole(self.comm)}
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T, F/tp] -> y[T/tp, D]."""

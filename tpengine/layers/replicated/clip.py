@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.replicated.modules import ranks_that_hold, refuse_sliced
+from tpengine.layers.placement import placements_of
+from tpengine.layers.replicated.modules import num_ranks_of, refuse_sliced, refuse_unsummed
 
 
 @torch.no_grad()
@@ -21,8 +22,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, tp: Communicator, pp: Com
         norm = (sum over pp, tp and parameters of |gradient|^2, each counted once)^(1/2)
         gradient *= min(1, max_norm / norm)
 
-    A parameter that every tp rank holds whole (`replicate`, `summed`, RMSNorm) counts once. Of a sharded parameter the
-    shard of each rank counts.
+    What several tp ranks hold counts once: norms, the bias behind a row-parallel product, KV heads that ranks share,
+    what went through `replicate` or `summed`. Of a parameter that is cut the part of each rank counts.
 
     Args:
         model: this rank's part; call this after the gradients have been summed over replicas.
@@ -34,15 +35,27 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, tp: Communicator, pp: Com
         The norm before clipping, a float64 scalar, the same on all these ranks; not finite if a gradient is not.
 
     Raises:
-        ValueError: `max_norm` is not above zero; a DataParallel of zero 1 to 3 holds slices of the gradients.
+        ValueError: `max_norm` is not above zero; `tp` is one rank, and the model lies over several; a DataParallel of
+            zero 1 to 3 holds slices of the gradients; nothing sums the gradient of a parameter over tp, as
+            check_replicated says.
 
     Cost: an all-reduce of one number over tp and one over pp. The host does not wait for the device.
     """
     refuse_sliced(model)
-    gradients = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
-    holders = ranks_that_hold(model)
+    placed = placements_of(model)
+    if tp.size == 1 < (size := num_ranks_of(placed)):
+        raise ValueError(
+            f"a norm is taken over all ranks that hold a part of the model: it is over {size} tensor-parallel ranks, "
+            "got tp 1: pass the communicator of its layers"
+        )
+    # Here is seen what was frozen when the model was checked, and is not any more.
+    refuse_unsummed(model, placed, tp.size)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    counted = [(gradient, holders.get(parameter, 1)) for parameter, gradient in gradients.items()]
+    counted = [
+        (parameter.grad, placed[parameter].num_holders if parameter in placed else 1)
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    ]
     return clip_together_(counted, max_norm, [ranks for ranks in (tp, pp) if ranks is not None], device)
 
 

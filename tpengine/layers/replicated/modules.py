@@ -4,34 +4,38 @@ Activations are x[T/tp, D]: a rank's part of the tokens. Take a parameter that e
 weight of nn.LayerNorm beside tensor-parallel layers. Its gradient is a sum over the ranks, and autograd computes only
 the term of this rank. Without the sum nothing fails: the loss looks right, and the ranks' parameters drift apart.
 
-The layers of this package take those sums themselves. `replicate` makes any other module take them. `summed` and
-`sharded` declare that a module of your own needs nothing more. `check_replicated` names the parameters that nothing
-sums; DataParallel and Pipeline call it for every model that has tensor-parallel layers.
+The layers of this package take those sums themselves, and say so (placement.py). `replicate` makes any other module
+take them. `summed` and `sharded` declare that a module of your own needs nothing more. `check_replicated` names the
+parameters that nothing sums; DataParallel and Pipeline call it for every model that has tensor-parallel layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tpengine.layers.collectives import Communicator, ShardCommunicator
-from tpengine.layers.linear.layers import ColumnParallelLinear, RowParallelLinear
-from tpengine.layers.norm import RMSNorm
-from tpengine.layers.vocabulary.embedding import VocabParallelEmbedding
+from tpengine.layers.collectives import Communicator
+from tpengine.layers.placement import (
+    Placement,
+    SummedBy,
+    cut,
+    placements_of,
+    real,
+    say_of_module,
+    say_of_parameter,
+    speaks_of_itself,
+    whole,
+)
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-# Set on a parameter together with the hook that sums, or by `whole`. A copy, or a parameter that replaces it, has
-# neither.
-_SUMMED = "_tpengine_summed_over"
-# Set on a module: the ranks over which it sums the gradients of its direct parameters itself.
-_SUMS = "_tpengine_sums_over"
-# Set on a module: each rank holds a different part of its direct parameters.
-_SHARDED = "_tpengine_sharded_over"
+# Set on a frozen parameter of which nothing says how it lies.
+_WATCHED = "_tpengine_watched"
 # Set on a parameter while replicas hold slices of its gradient.
 _SLICED = "_tpengine_sliced"
 _MOST_NAMES = 8
@@ -44,13 +48,14 @@ def replicate(module: _Module, tp: Communicator) -> _Module:
 
         self.norm = replicate(nn.LayerNorm(dim), tp)
 
-    Its parameters and buffers are overwritten with those of the communicator's rank 0. A copy of the module (an EMA)
-    has no hooks: to train the copy, call this for it too.
+    Its parameters and buffers are overwritten with those of the communicator's rank 0. Frozen parameters too get the
+    hook that sums, so that they may be thawed later. A copy of the module (an EMA) has no hooks: to train the copy,
+    call this for it too.
 
     Args:
-        module: its input is x[T/tp, ...], this rank's tokens only. Frozen parameters get no hook, nor do the parameters
-            of this package's tensor-parallel layers inside it. On the meta device parameters are only marked:
-            `Pipeline` makes them equal when it gives them values.
+        module: its input is x[T/tp, ...], this rank's tokens only. What already says how it lies stays as it is: this
+            package's tensor-parallel layers inside it, and what is `summed` or `sharded`. On the meta device parameters
+            are only marked: `Pipeline` makes them equal when it gives them values.
         tp: the tensor-parallel ranks.
 
     Returns:
@@ -64,18 +69,19 @@ def replicate(module: _Module, tp: Communicator) -> _Module:
     """
     if tp.size == 1:
         return module
-    over = _of_layers(module)
+    placed = placements_of(module)
     for name, parameter in module.named_parameters():
-        if over.get(parameter, tp.size) != tp.size:
+        if parameter in placed and placed[parameter].num_ranks != tp.size:
             raise ValueError(
                 f"a layer of tpengine.layers gives its gradients to a sink, past any hook: {name} is over "
-                f"{over[parameter]} ranks, tp {tp.size}: make the layer with tp"
+                f"{placed[parameter].num_ranks} ranks, tp {tp.size}: make the layer with tp"
             )
-    for parameter in dict.fromkeys(_unsummed(module, over).values()):
-        _sum_over(parameter, tp)
-    for tensor in (*module.parameters(), *module.buffers()):
-        if over.get(tensor) is None:
-            _equalise(tensor, tp)
+    for parameter in module.parameters():
+        if parameter not in placed:
+            _sum_over(parameter, tp)
+        if parameter not in placed or placed[parameter].summed_by is SummedBy.HOOK:
+            _equalise(parameter, tp)
+    _equalise_buffers(module, tp)
     return module
 
 
@@ -88,14 +94,15 @@ def sharded(module: _Module, tp: Communicator) -> _Module:
     holds whole, and that sums its gradients itself, call `summed`.
 
     Args:
-        module: the module, with all modules inside it.
+        module: the module, with all modules inside it except those that already say how they lie: this package's
+            layers, and what is `replicate`d or `summed`.
         tp: the tensor-parallel ranks.
 
     Returns:
         The module itself.
     """
     for part in module.modules():
-        setattr(part, _SHARDED, tp.size)
+        say_of_module(part, cut(tp))
     return module
 
 
@@ -108,7 +115,8 @@ def summed(module: _Module, tp: Communicator) -> _Module:
     overwritten with those of the communicator's rank 0, as by `replicate`. The declaration holds for copies too.
 
     Args:
-        module: the module, with all modules inside it except this package's layers and those that are `sharded`.
+        module: the module, with all modules inside it except those that already say how they lie: this package's
+            layers, and what is `replicate`d or `sharded`.
         tp: the tensor-parallel ranks.
 
     Returns:
@@ -116,45 +124,31 @@ def summed(module: _Module, tp: Communicator) -> _Module:
     """
     if tp.size == 1:
         return module
-    over = _of_layers(module)
+    placed = placements_of(module)
+    for parameter in module.parameters():
+        if parameter not in placed:
+            _equalise(parameter, tp)
+    _equalise_buffers(module, tp)
     for part in module.modules():
-        if hasattr(part, _SHARDED) or any(parameter in over for parameter in part.parameters(recurse=False)):
-            continue
-        setattr(part, _SUMS, tp)
-        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
-            _equalise(tensor, tp)
+        say_of_module(part, whole(tp))
     return module
-
-
-def whole(parameter: Parameter, tp: Communicator) -> None:
-    """Declare that every tp rank holds a parameter and computes its whole gradient, though its module is `sharded`.
-
-    `clip_grad_norm_` counts it once then. Such is the bias that is added after a sum over tp, of activations that are
-    whole on every rank.
-
-    Args:
-        parameter: has the same values on every rank.
-        tp: the tensor-parallel ranks.
-    """
-    if tp.size > 1:
-        setattr(parameter, _SUMMED, tp)
 
 
 def check_replicated(model: nn.Module, tp: Communicator) -> None:
     """Refuse a model with trained parameters whose gradients nothing sums over the tensor-parallel ranks.
 
     Accepted are parameters that are frozen, that belong to this package's tensor-parallel layers, or that went through
-    `replicate`, `summed` or `sharded`. Nothing is exchanged: ranks that have built the same model raise alike.
+    `replicate`, `summed` or `sharded`. A frozen one that is thawed later, without one of these, is refused in the
+    backward that gives it a gradient. Nothing is exchanged: ranks that have built the same model raise alike.
 
     Args:
         model: any module; call this before its first step.
         tp: the tensor-parallel ranks.
 
     Raises:
-        ValueError: names the parameters that nothing sums.
+        ValueError: names the parameters that nothing sums; or one that two layers share and hold differently.
     """
-    if tp.size > 1:
-        _refuse(_unsummed(model, _of_layers(model)), tp.size)
+    refuse_unsummed(model, placements_of(model), tp.size)
 
 
 def check_beside_parallel_layers(model: nn.Module) -> None:
@@ -163,20 +157,64 @@ def check_beside_parallel_layers(model: nn.Module) -> None:
     Raises:
         ValueError: as check_replicated. A model without such layers is accepted.
     """
-    size = _num_summing(model)
-    if size > 1:
-        _refuse(_unsummed(model, _of_layers(model)), size)
+    placed = placements_of(model)
+    refuse_unsummed(model, placed, num_ranks_of(placed))
+
+
+def refuse_unsummed(model: nn.Module, placed: Mapping[Parameter, Placement], num_ranks: int) -> None:
+    """Raise ValueError if several ranks train a parameter of a model that lies over one alone, or of which none says.
+
+    A frozen one is watched: the backward in which it gets a gradient raises the same.
+
+    Args:
+        model: the model.
+        placed: its `placements_of`.
+        num_ranks: the size of tp.
+    """
+    if num_ranks == 1:
+        return
+    unsummed = []
+    for name, parameter in model.named_parameters():
+        if parameter in placed and placed[parameter].num_ranks > 1:
+            continue
+        if parameter.requires_grad:
+            unsummed.append(name)
+        else:
+            _watch(parameter, model, num_ranks)
+    if not unsummed:
+        return
+    more = f" and {len(unsummed) - _MOST_NAMES} more" if len(unsummed) > _MOST_NAMES else ""
+    raise ValueError(
+        f"a parameter that every tp rank holds whole needs its gradient summed over them: tp {num_ranks}, nothing sums "
+        f"{', '.join(unsummed[:_MOST_NAMES])}{more}: wrap the modules in tpengine.layers.replicate(module, tp), make "
+        "tpengine's own with tp, or say by tpengine.layers.sharded(module, tp) that each rank holds its own part, by "
+        "summed(module, tp) that the module sums by itself"
+    )
+
+
+def _watch(parameter: Parameter, model: nn.Module, num_ranks: int) -> None:
+    """Check the model again when a frozen parameter gets a gradient after all."""
+    # By identity: a parameter that takes the place of one on the meta device is given its attributes, but no hooks.
+    if vars(parameter).get(_WATCHED) == id(parameter):
+        return
+    setattr(parameter, _WATCHED, id(parameter))
+    of_model = weakref.ref(model)
+
+    def check_again(_: Tensor) -> None:
+        if (looked_at := of_model()) is not None:
+            refuse_unsummed(looked_at, placements_of(looked_at), num_ranks)
+
+    hook_gradient(parameter, check_again)
 
 
 def num_parallel(model: nn.Module) -> int:
     """Return over how many tensor-parallel ranks a model is cut, or sums gradients; 1 without them."""
-    return max([_num_summing(model), *(vars(part)[_SHARDED] for part in model.modules() if hasattr(part, _SHARDED))])
+    return num_ranks_of(placements_of(model))
 
 
-def _num_summing(model: nn.Module) -> int:
-    marked = [vars(parameter)[_SUMMED].size for parameter in model.parameters() if hasattr(parameter, _SUMMED)]
-    marked += [vars(part)[_SUMS].size for part in model.modules() if hasattr(part, _SUMS)]
-    return max([1, *_of_layers(model).values(), *marked])
+def num_ranks_of(placed: Mapping[Parameter, Placement]) -> int:
+    """Return over how many ranks the parameters lie; 1 where none lies over several."""
+    return max((placement.num_ranks for placement in placed.values()), default=1)
 
 
 def mark_sliced(parameters: Iterable[Parameter], sliced: bool) -> None:
@@ -208,74 +246,22 @@ def carry_over(module: nn.Module, made: Mapping[Tensor, Tensor]) -> None:
         module: holds the new parameters.
         made: tensor on the meta device -> the tensor that replaces it.
     """
-    new = set(made.values())
-    for parameter, ranks in _held_alike(module).items():
-        if parameter in new:
-            if hasattr(parameter, _SUMMED):
-                _sum_over(parameter, ranks)
-            _equalise(parameter, ranks)
+    new, placed = set(made.values()), placements_of(module)
+    for parameter, placement in placed.items():
+        if parameter in new and placement.holders is not None:
+            if placement.summed_by is SummedBy.HOOK:
+                _sum_over(parameter, placement.over)
+            _equalise(parameter, real(placement.holders))
+    refuse_unsummed(module, placed, num_ranks_of(placed))
 
 
 def ranks_that_hold(model: nn.Module) -> dict[Parameter, int]:
     """Return how many tensor-parallel ranks hold each parameter, for parameters that several ranks hold."""
-    return {parameter: ranks.size for parameter, ranks in _held_alike(model).items()}
-
-
-def _held_alike(model: nn.Module) -> dict[Parameter, Communicator]:
-    """Return, for each such parameter, the ranks that hold it and sum its gradient."""
-    alike: dict[Parameter, Communicator] = {}
-    for part in model.modules():
-        if isinstance(part, RMSNorm):
-            alike[part.weight] = _real(part.comm)
-        elif isinstance(part, ColumnParallelLinear) and part.replicas is not None:
-            alike[part.weight] = _real(part.replicas)
-        for parameter in part.parameters(recurse=False):
-            if hasattr(part, _SUMS):
-                alike[parameter] = getattr(part, _SUMS)
-            if hasattr(parameter, _SUMMED):
-                alike[parameter] = getattr(parameter, _SUMMED)
-    return alike
-
-
-def _of_layers(model: nn.Module) -> dict[Tensor, int]:
-    """Return the number of ranks over which each parameter of this package's layers is cut or summed."""
-    over: dict[Tensor, int] = {}
-    for part in model.modules():
-        if isinstance(part, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding | RMSNorm):
-            over[part.weight] = _real(part.comm).size
-    return over
-
-
-def _real(ranks: Communicator) -> Communicator:
-    """Return the processes that a layer is made over; for a layer of exact mode, those that hold its shards."""
-    return ranks.holders if isinstance(ranks, ShardCommunicator) else ranks
-
-
-def _unsummed(model: nn.Module, over: Mapping[Tensor, int]) -> dict[str, Parameter]:
-    """Return the trained parameters that nothing sums, by name."""
-    right = [part for part in model.modules() if hasattr(part, _SHARDED) or hasattr(part, _SUMS)]
-    owned = {parameter for part in right for parameter in part.parameters(recurse=False)}
     return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-        and over.get(parameter, 1) == 1
-        and not hasattr(parameter, _SUMMED)
-        and parameter not in owned
+        parameter: placement.num_holders
+        for parameter, placement in placements_of(model).items()
+        if placement.num_holders > 1
     }
-
-
-def _refuse(names: Iterable[str], size: int) -> None:
-    unsummed = list(names)
-    if not unsummed:
-        return
-    more = f" and {len(unsummed) - _MOST_NAMES} more" if len(unsummed) > _MOST_NAMES else ""
-    raise ValueError(
-        f"a parameter that every tp rank holds whole needs its gradient summed over them: tp {size}, nothing sums "
-        f"{', '.join(unsummed[:_MOST_NAMES])}{more}: wrap the modules in tpengine.layers.replicate(module, tp), make "
-        "tpengine's own with tp, or say by tpengine.layers.sharded(module, tp) that each rank holds its own part, by "
-        "summed(module, tp) that the module sums by itself"
-    )
 
 
 def _sum_over(parameter: Parameter, tp: Communicator) -> None:
@@ -287,8 +273,27 @@ def _sum_over(parameter: Parameter, tp: Communicator) -> None:
             )
         return tp.all_reduce_(gradient.clone(memory_format=torch.contiguous_format))
 
-    setattr(parameter, _SUMMED, tp)
-    parameter.register_hook(summed)
+    say_of_parameter(parameter, whole(tp, SummedBy.HOOK))
+    hook_gradient(parameter, summed)
+
+
+def hook_gradient(parameter: Parameter, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Register a hook on a parameter's gradient, also if the parameter is frozen: it acts once that is thawed."""
+    if parameter.is_inference() or not (parameter.is_floating_point() or parameter.is_complex()):
+        return
+    # torch refuses a hook on what needs no gradient, but keeps those that are there.
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    parameter.register_hook(hook)
+    parameter.requires_grad_(is_trained)
+
+
+def _equalise_buffers(module: nn.Module, tp: Communicator) -> None:
+    """Equalise the buffers of parts of which nothing says that each rank may have its own."""
+    for part in module.modules():
+        if not speaks_of_itself(part):
+            for buffer in part.buffers(recurse=False):
+                _equalise(buffer, tp)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tpkernels.ops.embedding import check_rows_and_table, embedding_forward
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, check_reaches
 from tpengine.layers.linear.sizes import check_tokens
+from tpengine.layers.placement import Placement, cut
 from tpengine.layers.vocabulary.loss import check_range
 
 
@@ -80,6 +82,10 @@ class VocabParallelEmbedding(nn.Module):
         self.sink: GradientSink = sink or ParamGradSink()
         self.weight = Parameter(torch.empty(num_embeddings // comm.size, embedding_dim, dtype=dtype, device=device))
         nn.init.normal_(self.weight, std=0.02)
+
+    def tp_placements(self) -> Mapping[str, Placement]:
+        """See SaysPlacements: rows are cut."""
+        return {"weight": cut(self.comm, 0)}
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens[T] -> y[T/tp, D]."""

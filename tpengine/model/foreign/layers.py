@@ -1,4 +1,4 @@
-"""What takes the place of another model's nn.Linear, Conv1D and nn.Embedding.
+"""What takes the place of another model's nn.Linear, Conv1D, nn.Embedding and nn.PReLU.
 
 Every rank has all tokens between these layers, since a forward that knows nothing of tensor parallelism does. So the
 layers of tpengine.layers, which hand on T/tp tokens and fuse their exchange with the matmul, do not fit here.
@@ -15,7 +15,9 @@ from torch.nn import Parameter
 from tpkernels.derivatives import differentiable_once
 
 from tpengine.layers.collectives import Communicator, all_reduce, copy
+from tpengine.layers.placement import Placement, SummedBy, cut, whole
 from tpengine.layers.vocabulary.loss import check_range
+from tpengine.model.foreign.alike import SameGradient
 from tpengine.model.foreign.cut import Cut
 
 
@@ -45,6 +47,13 @@ class CutLayer(nn.Module):
         self.weight = weight
         self.register_parameter("bias", bias)
 
+    def tp_placements(self) -> Mapping[str, Placement]:
+        """See SaysPlacements: of what is whole every rank computes the whole gradient, since it has all tokens."""
+        return {
+            name: cut(self.tp, self.cuts[name].dim) if name in self.cuts else whole(self.tp, SummedBy.NOBODY)
+            for name, _ in self.named_parameters(recurse=False)
+        }
+
     @property
     def _matrix(self) -> Tensor:
         """Return the weight as [out, in]."""
@@ -63,7 +72,20 @@ class CutColumns(CutLayer):
         return nn.functional.linear(copy(x, self.tp), self._matrix, self.bias)
 
 
-class CutRows(CutLayer):
+class _WholeOutput(CutLayer):
+    """A layer that sums what the ranks computed: its output is whole, and so must be its output's gradient."""
+
+    # Set by `parallelize`.
+    same_gradient: SameGradient | None = None
+
+    def _summed(self, y: Tensor) -> Tensor:
+        whole_y = all_reduce(y, self.tp)
+        if self.same_gradient is not None and whole_y.requires_grad and not self.same_gradient.is_done:
+            whole_y.register_hook(self.same_gradient)
+        return whole_y
+
+
+class CutRows(_WholeOutput):
     """Multiply the features that this rank has by its columns of a weight.
 
     y[..., D] = all_reduce_tp(x[..., F/tp] @ w[D, F/tp].T) + b[D]
@@ -72,11 +94,11 @@ class CutRows(CutLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[..., F/tp] -> y[..., D]."""
-        y = all_reduce(nn.functional.linear(x, self._matrix), self.tp)
+        y = self._summed(nn.functional.linear(x, self._matrix))
         return y if self.bias is None else y + self.bias
 
 
-class CutTable(CutLayer):
+class CutTable(_WholeOutput):
     """Look tokens up in a table whose rows are cut.
 
         y[..., D] = all_reduce_tp(w[V/tp, D]'s row for each token of this rank's range, zeros for the others)
@@ -102,7 +124,18 @@ class CutTable(CutLayer):
         padding = None if self.padding_idx is None else self.padding_idx - first
         here = padding if padding is not None and 0 <= padding < num_rows else None
         found = nn.functional.embedding(rows.masked_fill(is_elsewhere, 0), self.weight, here)
-        return all_reduce(found.masked_fill(is_elsewhere[..., None], 0.0), self.tp)
+        return self._summed(found.masked_fill(is_elsewhere[..., None], 0.0))
+
+
+class CutPReLU(CutLayer):
+    """Apply nn.PReLU with a slope for each feature to the features that this rank has.
+
+    y[T, F/tp] = max(x, 0) + w[F/tp] * min(x, 0)
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[T, F/tp] -> y[T, F/tp]."""
+        return nn.functional.prelu(x, self.weight)
 
 
 class CutHead(CutColumns):

@@ -17,9 +17,10 @@ from torch.nn import Parameter
 from tpengine.architectures.describe.table import Table
 from tpengine.distributed.agreement import check_same, describe_model, device_of
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.replicated.modules import replicate, sharded, summed, whole
+from tpengine.layers.replicated.modules import hook_gradient, replicate, summed
+from tpengine.model.foreign.alike import SameGradient
 from tpengine.model.foreign.cut import Cut
-from tpengine.model.foreign.layers import CutColumns, CutHead, CutLayer, CutRows, CutTable
+from tpengine.model.foreign.layers import CutColumns, CutHead, CutLayer, CutPReLU, CutRows, CutTable
 from tpengine.model.foreign.rules import Ruled, divided, rule_all
 from tpengine.model.meta_modules import is_on_meta
 
@@ -42,11 +43,11 @@ def parallelize(
     The model's own forward runs on each rank, with all tokens and this rank's heads and features. Its parameters are
     new ones: make an optimizer afterwards.
 
-        column      y[..., F/tp] = x @ w[F/tp, D].T;  dx = all_reduce_tp(dy @ w)
+        column      y[..., F/tp] = x @ w[F/tp, D].T;  dx = all_reduce_tp(dy @ w); of nn.PReLU: a slope per feature
         row         y[..., D] = all_reduce_tp(x[..., F/tp] @ w[D, F/tp].T) + b
         vocab       of nn.Embedding: all_reduce_tp of the rows found here; of nn.Linear: the logits, gathered
-        replicate   as it is: every rank computes its whole gradient
-        replicate(heads)   as it is, on this rank's heads: its gradient is summed over tp
+        replicate   as it is, on whole activations: every rank computes its whole gradient
+        replicate(heads)   as it is, on this rank's heads or features: its gradient is summed over tp
 
     Args:
         module: the whole model, with the same values on every rank; weights are loaded before this. State dict names
@@ -69,7 +70,8 @@ def parallelize(
             module with parameters has no rule, or two; a rule fits none; a rule is for another kind of module; heads or
             features that tp does not divide, in one of the tensors of a weight; tied parameters that are cut
             differently; an attribute to divide that is no such number; dropout; a norm of heads that is not
-            replicate(heads); the meta device.
+            replicate(heads); the meta device. From the first backward passes: gradients of what is whole differ between
+            ranks, since a module under `replicate` sees this rank's features.
 
     Cost: per column layer an all-reduce of dx in backward, per row layer and table one of y in forward; T*V logits
         gathered. Each exchange waits for the matmul: faster are tpengine.layers, in a model written for them.
@@ -93,8 +95,14 @@ def parallelize(
             setattr(module.get_submodule(parent), child, _cut_layer(one, tp, made, gather_logits))
     # Declare what stays whole, for whoever sums, checks and clips gradients.
     for one in ruled:
-        if not one.cuts:
-            (replicate if one.rule.by_heads else summed)(one.module, tp)
+        if one.cuts:
+            continue
+        if one.rule.by_heads:
+            replicate(one.module, tp)
+            continue
+        summed(one.module, tp)
+        for kind, parameter in one.module.named_parameters(recurse=False) if tp.size > 1 else ():
+            hook_gradient(parameter, SameGradient(f"{one.name}.{kind}", tp))
     for part, attribute, value in numbers:
         setattr(part, attribute, value)
 
@@ -141,16 +149,18 @@ def _cut_layer(one: Ruled, tp: Communicator, made: dict[Parameter, Parameter], g
     layer: CutLayer
     if isinstance(one.module, nn.Embedding):
         layer = CutTable(tp, one.cuts, weight, one.module.padding_idx)
+    elif isinstance(one.module, nn.PReLU):
+        layer = CutPReLU(tp, one.cuts, weight)
     elif one.rule.cut == "vocab":
         layer = CutHead(tp, one.cuts, weight, bias, is_transposed=is_transposed)
         layer.gathers = gather_logits
     else:
         kind_of_layer: type[CutLayer] = CutColumns if one.rule.cut == "column" else CutRows
         layer = kind_of_layer(tp, one.cuts, weight, bias, is_transposed=is_transposed)
-    if bias is not None and "bias" not in one.cuts:
-        whole(bias, tp)
+    if isinstance(layer, CutRows | CutTable) and tp.size > 1:
+        layer.same_gradient = SameGradient(f"the output of {one.name}", tp)
     layer.train(one.module.training)
-    return sharded(layer, tp)
+    return layer
 
 
 @torch.no_grad()

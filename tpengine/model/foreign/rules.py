@@ -115,6 +115,8 @@ def _check_kind(name: str, module: nn.Module, rule: Rule) -> None:
         wanted, fits = "Conv1D", kind.__name__ == "Conv1D" and getattr(module, "weight", None) is not None
     elif rule.cut == "vocab":
         wanted, fits = "nn.Linear or nn.Embedding", kind in (nn.Linear, nn.Embedding)
+    elif rule.cut == "column":
+        wanted, fits = "nn.Linear or nn.PReLU", kind in (nn.Linear, nn.PReLU)
     else:
         wanted, fits = "nn.Linear", kind is nn.Linear
     if not fits:
@@ -156,7 +158,9 @@ def _sizes_of_parts(
 
 def _dim_of(rule: Rule) -> int:
     """Return the dim of a weight that a rule cuts."""
-    return int((rule.cut == "row") != rule.is_transposed)
+    dim = rule.dim_of(2)
+    assert dim is not None, rule
+    return 1 - dim if rule.is_transposed else dim
 
 
 def _cuts(
@@ -178,8 +182,8 @@ def _cuts(
                 f"{num_ranks}: use a tp that divides them"
             )
     cuts = {"weight": Cut(_dim_of(rule), parts)}
-    if getattr(module, "bias", None) is not None and rule.cut != "row":
-        cuts["bias"] = Cut(0, parts)
+    if getattr(module, "bias", None) is not None and (dim := rule.dim_of(1)) is not None:
+        cuts["bias"] = Cut(dim, parts)
     return cuts
 
 
