@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.replicated.modules import ranks_that_hold, refuse_sliced
+from tpengine.layers.replicated.modules import ranks_that_hold
 
 
 @torch.no_grad()
@@ -34,11 +34,10 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, tp: Communicator, pp: Com
         The norm before clipping, a float64 scalar, the same on all these ranks; not finite if a gradient is not.
 
     Raises:
-        ValueError: `max_norm` is not above zero; a DataParallel of zero 1 to 3 holds slices of the gradients.
+        ValueError: `max_norm` is not above zero.
 
     Cost: an all-reduce of one number over tp and one over pp. The host does not wait for the device.
     """
-    refuse_sliced(model)
     gradients = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
     holders = ranks_that_hold(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -32,8 +32,6 @@ _SUMMED = "_tpengine_summed_over"
 _SUMS = "_tpengine_sums_over"
 # Set on a module: each rank holds a different part of its direct parameters.
 _SHARDED = "_tpengine_sharded_over"
-# Set on a parameter while replicas hold slices of its gradient.
-_SLICED = "_tpengine_sliced"
 _MOST_NAMES = 8
 
 
@@ -177,28 +175,6 @@ def _num_summing(model: nn.Module) -> int:
     marked = [vars(parameter)[_SUMMED].size for parameter in model.parameters() if hasattr(parameter, _SUMMED)]
     marked += [vars(part)[_SUMS].size for part in model.modules() if hasattr(part, _SUMS)]
     return max([1, *_of_layers(model).values(), *marked])
-
-
-def mark_sliced(parameters: Iterable[Parameter], sliced: bool) -> None:
-    """Note that replicas hold slices of these parameters' gradients, or do so no more."""
-    for parameter in parameters:
-        vars(parameter).pop(_SLICED, None)
-        if sliced:
-            setattr(parameter, _SLICED, True)
-
-
-def refuse_sliced(model: nn.Module) -> None:
-    """Refuse a model whose gradients are slices of a DataParallel: its parameters have none, so the norm would be 0.
-
-    Raises:
-        ValueError: names a parameter.
-    """
-    name = next((name for name, parameter in model.named_parameters() if hasattr(parameter, _SLICED)), None)
-    if name is not None:
-        raise ValueError(
-            f"from zero 1 on a DataParallel holds slices of the gradients: {name} has none of its own: call "
-            "replicas.clip_grad_norm_(max_norm, tp, pp)"
-        )
 
 
 def carry_over(module: nn.Module, made: Mapping[Tensor, Tensor]) -> None:
