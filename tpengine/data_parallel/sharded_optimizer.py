@@ -130,7 +130,7 @@ class ShardedOptimizer(Optimizer):
         # Whether the class's own step writes options; None before the first step.
         self._writes: bool | None = None
         # The class itself says what it refuses, and what its defaults are, on all ranks alike.
-        whole = optimizer_class(params, **options)  # type: ignore[arg-type]
+        whole = optimizer_class(params, **options)
         super().__init__(whole.param_groups, whole.defaults)
         del whole
         self._take(self.param_groups)
