@@ -1,4 +1,4 @@
-"""`DataParallel` at zero 0 to 3 against torch's own sharded data parallelism.
+"""`DataParallel`, alone and with `ShardedOptimizer`, against torch's own data parallelism.
 
 options.py    sizes, and what is refused
 command.py    the command: contestants take turns; rows and table

@@ -1,9 +1,8 @@
-"""`python -m benchmarks.run data_parallel`: `DataParallel` at zero 0 to 3 against torch's, one plain transformer.
+"""`python -m benchmarks.run data_parallel`: `DataParallel` and `ShardedOptimizer` against torch's, one transformer.
 
-    zero0 ... zero3                 ours, over gloo
-    zero0_memory ... zero3_memory   ours, through the shared memory of one host
-    ddp, ddp_zero                   DistributedDataParallel, alone or with ZeroRedundancyOptimizer
-    fsdp2_keep, fsdp2_reshard       fully_shard of every layer; weights are kept or freed between forward and backward
+    whole, sharded                  DataParallel over gloo, with torch's optimizer or with ShardedOptimizer
+    whole_memory, sharded_memory    the same, through the shared memory of one host
+    ddp, ddp_zero                   DistributedDataParallel, with torch's optimizer or with ZeroRedundancyOptimizer
 
 Each contestant has processes of its own, which sleep while others run. Weights are checked first (replica.py); then
 memory is measured: the peak resident set in a step minus that before there was a model, the largest rank's, median over
@@ -31,9 +30,9 @@ from tpengine.distributed.local_ranks import THREADS_PER_RANK, Ranks
 
 __all__ = ["Options", "main"]
 
-# The rival that shards as much as a stage does.
-RIVAL_OF = {0: "ddp", 1: "ddp_zero", 2: "fsdp2_keep", 3: "fsdp2_reshard"}
-OURS = tuple(f"zero{stage}{transport}" for transport in ("", "_memory") for stage in RIVAL_OF)
+# The rival that holds as much.
+RIVAL_OF = {"whole": "ddp", "sharded": "ddp_zero"}
+OURS = tuple(f"{how}{transport}" for transport in ("", "_memory") for how in RIVAL_OF)
 _WARMUP_ROUNDS = 1
 _SIZES = ("ranks", "hidden", "layers", "tokens", "sequences", "micro_batches")
 
@@ -94,8 +93,9 @@ def measure(
 
 
 def row_of(name: str, options: Options, comparison: Comparison, peaks: Mapping[str, int]) -> dict[str, Any]:
-    """Return the row of one of ours against its rival, and against our zero 0 over the same transport."""
-    rival, base = RIVAL_OF[int(name[4])], f"zero0{name[5:]}"
+    """Return the row of one of ours against its rival, and against our `whole` over the same transport."""
+    how = name.removesuffix("_memory")
+    rival, base = RIVAL_OF[how], name.replace(how, "whole")
     fields: dict[str, Any] = {"against": rival, **{size: getattr(options, size) for size in _SIZES}}
     fields |= {"check": comparison.check, "load_average_ratio": os.getloadavg()[0] / (os.cpu_count() or 1)}
     if comparison.passed:
@@ -107,7 +107,7 @@ def row_of(name: str, options: Options, comparison: Comparison, peaks: Mapping[s
             fields[f"{side}_median_tokens_per_second"] = num_tokens / seconds.median
             fields[f"{side}_peak_bytes"] = peaks[who]
         fields |= spread_fields("speedup", "ratio", comparison.ratio(rival, name))
-        fields |= spread_fields("time_over_zero0", "ratio", comparison.ratio(name, base))
+        fields |= spread_fields("time_over_whole", "ratio", comparison.ratio(name, base))
         fields["peak_over_rival_ratio"] = peaks[name] / peaks[rival] if peaks[rival] > 0 else None
     return make_row(f"data_parallel/{name}", threads_per_rank=THREADS_PER_RANK, fields=fields)
 
@@ -116,7 +116,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     """Return the table; a red check shows its reason and no number."""
     shown = Table(title="ours against torch's: medians, and ratios within a round", box=box.SIMPLE)
     for i, column in enumerate(
-        ("ours", "rival", "tokens/s", "its tokens/s", "speed", "p20 to p80", "MB", "its MB", "time over zero 0")
+        ("ours", "rival", "tokens/s", "its tokens/s", "speed", "p20 to p80", "MB", "its MB", "time over whole")
     ):
         shown.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
     for row in rows:
@@ -129,7 +129,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
                 f"{row['speedup_p20_ratio']:.2f} to {row['speedup_p80_ratio']:.2f}",
                 f"{row['ours_peak_bytes'] / 1e6:.0f}",
                 f"{row['rival_peak_bytes'] / 1e6:.0f}",
-                f"{row['time_over_zero0_median_ratio']:.2f}",
+                f"{row['time_over_whole_median_ratio']:.2f}",
             ]
         shown.add_row(row["case"].split("/")[1], row["against"], *numbers)
     return shown

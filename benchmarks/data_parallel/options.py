@@ -12,10 +12,10 @@ CHECKED_STEPS = 2
 
 @dataclass(frozen=True)
 class Options:
-    """DataParallel at zero 0 to 3 against torch's own, float32."""
+    """DataParallel, alone and with ShardedOptimizer, against torch's own, float32."""
 
     against: Literal["torch"] = "torch"
-    """torch: DDP, DDP with ZeroRedundancyOptimizer, FSDP2 with and without resharding."""
+    """torch: DDP, and DDP with ZeroRedundancyOptimizer."""
     ranks: int = 2
     """Replicas, one core for each."""
     hidden: int = 512

@@ -14,20 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.data_parallel.options import CHECKED_STEPS, Options
 from benchmarks.harness import resident_memory
-from tpengine.data_parallel import DataParallel
+from tpengine.data_parallel import DataParallel, ShardedOptimizer
 from tpengine.layers.collectives import Communicator
 
 # Of a weight's largest change. The order of sums explains less than 1e-4.
 _TOLERANCE = 1e-3
 _VOCABULARY = 256
-# Sums go through it in pieces. With 16 MB the peak of zero 3 is 7 to 22 MB higher, and CPU time 2 to 4 %.
+# Sums go through it in pieces.
 _ARENA_BYTES = 4_000_000
 
 Weights = dict[str, Tensor]
@@ -72,38 +70,32 @@ class Member:
         resident_memory.follow_what_lives()
         self._held = resident_memory.resident_bytes()
         self._batches = [batch_of(options, m, dist.get_rank()) for m in range(options.micro_batches)]
-        self._whole: Callable[[], Any] = contextlib.nullcontext
         self._finish: Callable[[], object] = lambda: None
         self._only_add: Callable[[], Any] = contextlib.nullcontext
         self._model: nn.Module = Model(options)
-        if name.startswith("zero"):
-            self._be_ours(int(name[4]), _ARENA_BYTES if name.endswith("_memory") else 0)
-        elif name.startswith("ddp"):
+        if name.startswith("ddp"):
             self._be_ddp(shard_states=name == "ddp_zero")
         else:
-            self._be_fsdp2(reshard=name == "fsdp2_reshard")
+            self._be_ours(name.startswith("sharded"), _ARENA_BYTES if name.endswith("_memory") else 0)
 
-    def _be_ours(self, zero: int, arena_bytes: int) -> None:
-        replicas = DataParallel(self._model, Communicator(dist.group.WORLD, arena_bytes=arena_bytes), zero=zero)
-        self._optimizer = adamw(list(replicas.parameters()))
-        self._finish, self._whole, self._only_add = replicas.finish, replicas.whole, replicas.no_sync
+    def _be_ours(self, shard_states: bool, arena_bytes: int) -> None:
+        replicas = Communicator(dist.group.WORLD, arena_bytes=arena_bytes)
+        parallel = DataParallel(self._model, replicas)
+        self._optimizer = (
+            ShardedOptimizer(torch.optim.AdamW, self._model.parameters(), replicas, **_OPTIONS)
+            if shard_states
+            else adamw(self._model.parameters())
+        )
+        self._finish, self._only_add = parallel.finish, parallel.no_sync
 
     def _be_ddp(self, *, shard_states: bool) -> None:
         model = DistributedDataParallel(self._model, gradient_as_bucket_view=True)
-        options: dict[str, Any] = {"lr": _LEARNING_RATE, "eps": _EPS, "fused": True}
         self._optimizer = (
-            ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+            ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **_OPTIONS)
             if shard_states
             else adamw(model.parameters())
         )
         self._model, self._only_add = model, model.no_sync
-
-    def _be_fsdp2(self, *, reshard: bool) -> None:
-        assert isinstance(self._model, Model)
-        for layer in self._model.layers:
-            fully_shard(layer, reshard_after_forward=reshard)
-        fully_shard(self._model, reshard_after_forward=reshard)
-        self._optimizer = adamw(self._model.parameters())
 
     def step(self) -> float:
         """Run a step that begins on all ranks at once; return this rank's seconds."""
@@ -119,11 +111,7 @@ class Member:
 
     def wrong(self) -> str:
         """Return which weight is not as in one process after the checked steps; empty if none; collective."""
-        with self._whole():
-            got = {
-                name.removeprefix("module."): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-                for name, p in self._model.named_parameters()
-            }
+        got = {name.removeprefix("module."): p.detach().clone() for name, p in self._model.named_parameters()}
         return difference(got, self._before, self._after)
 
     def step_memory(self) -> int:
@@ -135,14 +123,13 @@ class Member:
         resident_memory.keep_what_is_freed()
 
 
-_LEARNING_RATE = 1e-3
 # With a small eps the first update is the gradient's sign, and rounding would change a weight by as much as training.
-_EPS = 1e-3
+_OPTIONS: dict[str, Any] = {"lr": 1e-3, "eps": 1e-3, "fused": True}
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     """Return the optimizer of every contestant."""
-    return torch.optim.AdamW(parameters, lr=_LEARNING_RATE, eps=_EPS, fused=True)
+    return torch.optim.AdamW(parameters, **_OPTIONS)
 
 
 def batch_of(options: Options, microbatch: int, rank: int) -> Tensor:

@@ -95,7 +95,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             (
                 "data_parallel",
                 "data_parallel.command",
-                "DataParallel at zero 0 to 3 against DDP, ZeroRedundancyOptimizer and FSDP2",
+                "DataParallel against DDP, ShardedOptimizer against ZeroRedundancyOptimizer",
             ),
             (
                 "diagnose",

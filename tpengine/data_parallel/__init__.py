@@ -3,5 +3,6 @@
 from tpengine.data_parallel.block_sums import BlockSums
 from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.data_parallel.module import DataParallel
+from tpengine.data_parallel.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["BlockSums", "DataParallel", "GradientBuckets"]
+__all__ = ["BlockSums", "DataParallel", "GradientBuckets", "ShardedOptimizer"]

@@ -5,7 +5,6 @@
 Parameters are views of the flat buffers. The optimizer updates slices. At stages 1 and 2 (Weights.UPDATED) a slice is a
 part of the buffer, and a gather brings the other replicas' new values. At stage 3 (Weights.SLICED) it is a tensor of
 its own, and the buffer has memory from a gather to the `free` that follows. The plan says when (plan/lower/residency).
-Where buffers exist once for all replicas, slices are parts of them at every stage, and a gather has nothing to do.
 
 The decision a reader will question: memory is taken away from under the tensors, by resizing their storage, instead of
 making the parameters anew. So whatever holds a parameter, autograd's graph above all, finds it where it was.
@@ -22,7 +21,7 @@ from torch.nn import Parameter
 from tpengine.data_parallel.buckets import dense_strides
 from tpengine.data_parallel.owned_weights import OwnedWeights
 from tpengine.data_parallel.sliced_buckets import set_memory
-from tpengine.layers.collectives import Communicator, Done, Work
+from tpengine.layers.collectives import Communicator, Work
 from tpengine.layout.parameters import BucketLayout
 from tpengine.layout.slices import Part, parts_of, slice_numel
 
@@ -36,7 +35,6 @@ class SlicedWeights:
             and device.
         comm: the replicas.
         kept: buckets that are always whole (Weights.UPDATED); the others are SLICED.
-        once: by bucket index, whole buffers that are the same memory on all replicas; None where each has its own.
 
     Attributes:
         flat: by bucket index, the whole buffers.
@@ -46,7 +44,7 @@ class SlicedWeights:
         parts: which elements those are, by name.
         owned: the parameters, whose memory these buffers own.
 
-    Memory: one element per weight; with SLICED 1/d of that, and what is gathered; with `once` 1/d.
+    Memory: one element per weight; with SLICED 1/d of that, and what is gathered.
     """
 
     def __init__(
@@ -55,11 +53,8 @@ class SlicedWeights:
         held: Mapping[str, Parameter],
         comm: Communicator,
         kept: Collection[int],
-        once: Mapping[int, Tensor] | None = None,
     ) -> None:
-        self._comm, self._is_once = comm, once is not None
-        # What exists once is never freed: it costs no more than the slices.
-        self._kept = kept if once is None else layouts.keys()
+        self._comm, self._kept = comm, kept
         self.flat: dict[int, Tensor] = {}
         self.own: dict[int, Tensor] = {}
         self.of: dict[str, Tensor] = {}
@@ -70,7 +65,7 @@ class SlicedWeights:
         for index, layout in layouts.items():
             size = slice_numel(layout, comm.size)
             members = [held[name] for name in layout.names]
-            flat = members[0].detach().new_zeros(comm.size * size) if once is None else once[index]
+            flat = members[0].detach().new_zeros(comm.size * size)
             pieces = flat[: layout.numel].split(list(layout.numels))
             for name, member, piece in zip(layout.names, members, pieces, strict=True):
                 self.owned.take(name, member, piece.as_strided(member.shape, dense_strides(member)))
@@ -92,9 +87,7 @@ class SlicedWeights:
         assert index not in self._pending, f"bucket {index} is being gathered"
         if index not in self._kept:
             set_memory(self.flat[index], True)
-        self._pending[index] = (
-            Done() if self._is_once else self._comm.start_all_gather(self.own[index], self.flat[index])
-        )
+        self._pending[index] = self._comm.start_all_gather(self.own[index], self.flat[index])
 
     @torch.no_grad()
     def wait(self, index: int) -> Work:

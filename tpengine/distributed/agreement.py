@@ -38,13 +38,21 @@ def differing_members(text: bytes, device: torch.device, comm: Communicator) -> 
     return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
 
 
-def check_same(lines: Sequence[str], device: torch.device, comm: Communicator) -> None:
+def check_same(
+    lines: Sequence[str],
+    device: torch.device,
+    comm: Communicator,
+    *,
+    rule: str = "all ranks must build the same model",
+    remedy: str = "build it alike on every rank",
+) -> None:
     """Raise unless the lines are equal on all ranks; collective.
 
     Args:
         lines: what must be equal.
         device: where the compared tensors are, as the group needs.
         comm: the ranks.
+        rule, remedy: what the error says before and after the difference.
 
     Raises:
         ValueError: on every rank, with the same message, which names the first line that differs.
@@ -60,8 +68,8 @@ def check_same(lines: Sequence[str], device: torch.device, comm: Communicator) -
         pair for pair in zip_longest(texts[differing[0]], texts[0], fillvalue="nothing") if pair[0] != pair[1]
     )
     raise ValueError(
-        f"all ranks must build the same model: ranks {differing} differ from rank 0, rank {differing[0]} has "
-        f"'{theirs}' where rank 0 has '{rank_0}': build it alike on every rank"
+        f"{rule}: ranks {differing} differ from rank 0, rank {differing[0]} has '{theirs}' where rank 0 has "
+        f"'{rank_0}': {remedy}"
     )
 
 

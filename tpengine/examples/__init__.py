@@ -3,7 +3,8 @@
 - block: tensor-parallel layers in a model of your own, and any optimizer
 - feed_forward: the fused matmuls of tpkernels, without the engine
 - operators: the operators between the matmuls: a block and its loss on one device
-- images: data parallelism for any module
+- images: data parallelism for any module, with the optimizer's state divided over the replicas
+- fully_shard: torch's own sharding of weights and gradients, alone and on the stages of a pipeline
 - stages: a pipeline out of an nn.Sequential
 - gpt: a model of your own on all three axes: tensor, pipeline and data parallel
 - transformers_gpt2: GPT-2 as transformers writes it, cut by a table, on the same three axes

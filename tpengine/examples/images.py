@@ -1,4 +1,4 @@
-"""Train a convolutional network on four replicas: gradients are reduced while backward is still running.
+"""Train a convolutional network on four replicas, which divide the optimizer's state among themselves.
 
 Run: torchrun --nproc-per-node 4 -m tpengine.examples.images
 """
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tpengine.data_parallel import DataParallel
+from tpengine.data_parallel import DataParallel, ShardedOptimizer
 from tpengine.distributed.process import stop
 from tpengine.layers.collectives import Communicator
 
@@ -27,8 +27,9 @@ def main() -> None:
     convs = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(4), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4)]
     model = nn.Sequential(*convs, nn.Flatten(), nn.Linear(512, 2))
 
-    replicas = DataParallel(model, Communicator(dist.group.WORLD))
-    optimizer = torch.optim.AdamW(model.parameters())
+    replicas = Communicator(dist.group.WORLD)
+    parallel = DataParallel(model, replicas)
+    optimizer = ShardedOptimizer(torch.optim.AdamW, model.parameters(), replicas)
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for images, labels in loader:
@@ -36,7 +37,8 @@ def main() -> None:
             # Gradients are reduced while this runs.
             loss.backward()
             # From here on gradients are the mean over the replicas.
-            replicas.finish()
+            parallel.finish()
+            # Each replica updates a quarter, and sends it to the others.
             optimizer.step()
             optimizer.zero_grad()
     if dist.get_rank() == 0:

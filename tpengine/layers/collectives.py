@@ -16,14 +16,12 @@ from torch.autograd.function import FunctionCtx
 from tpkernels.derivatives import differentiable_once
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.pending import Done, Work
-from tpkernels.exchange.room import Room
 from tpkernels.exchange.tree import tree_sum
 from tpkernels.fused.exchange_matmul import FEW_ROWS
 
 __all__ = [
     "Communicator",
     "Done",
-    "Room",
     "ShardCommunicator",
     "WholeRows",
     "Work",

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tpengine.data_parallel.any_module.forwards import StageModules
+from tpengine.data_parallel.stage_modules import StageModules
 from tpengine.distributed.agreement import broadcast_model
 from tpengine.distributed.messages import broadcast_json
 from tpengine.layers.collectives import Communicator
@@ -192,8 +192,8 @@ class Pipeline:
         self._held = self.plan.chunks_of(self._comm.rank)
         children = children_of(model)
         mine = [child for chunk in self._held for child in children[slice(*self.layers[chunk])]]
-        chunks = {chunk: [m for _, m in children[slice(*self.layers[chunk])]] for chunk in self._held}
-        self.stage = StageModules(OrderedDict(mine), chunks, self._comm.size)
+        self._modules_of = {chunk: [m for _, m in children[slice(*self.layers[chunk])]] for chunk in self._held}
+        self.stage = StageModules(OrderedDict(mine), self._comm.size)
         self.stage.training = model.training
         if init is not None:
             self._fill_stage(model, init)
@@ -222,7 +222,7 @@ class Pipeline:
         With several pipelines, wrap `stage` in a DataParallel over the ranks that hold the same stage. Its mean over
         the replicas is then the gradient of the whole batch:
 
-            with replicas.no_sync():  # micro-batches add up here, at zero 0 and 1
+            with replicas.no_sync():  # micro-batches add up here
                 loss = pipe.step(inputs, targets)
             replicas.finish()
 
@@ -304,8 +304,11 @@ class Pipeline:
         }
 
     def _compute(self, x: Tensor, chunk: int) -> Tensor:
-        y: Tensor = self.stage(x.clone() if self._copies_input[chunk] else x, chunk)
-        return y
+        if self._copies_input[chunk]:
+            x = x.clone()
+        for module in self._modules_of[chunk]:
+            x = module(x)
+        return x
 
     def apart(self, tensor: Tensor) -> Tensor:
         """Copy a tensor that lies in a receive slot, which is reused; a stage of views returns such a tensor."""

@@ -2,7 +2,6 @@
 
 communicator.py             a group of ranks: exchanges through an arena, or collectives
 arena.py mailbox.py         gather and reduce-scatter, and messages, through memory of one host
-room.py                     memory that exists once on a host, which ranks write and read in turns
 device_arena.py copies.py   the arena whose exchanges kernels make, and its copy engine
 pending.py                  a collective that has started and may not have ended
 background.py               exchanges through an arena that go on in a thread

@@ -1,6 +1,7 @@
 """The arena of a group: symmetric memory, its signals, and the two exchanges that move data through it.
 
     gather           each rank publishes its shard; the others read it in place. A rank begins with its own shard
+    publish          the same of parts of any size, which each rank writes where the others read them
     reduce_scatter   each rank writes partial results for the other owners, then its own, and adds what the others wrote
 
 Both let the caller work on each piece as soon as it is there, so that a matmul computes while other ranks are still
@@ -47,8 +48,8 @@ OPERATIONS = (
 # Announced by a rank that takes part in a call only to say that it cannot make it.
 _REFUSED = (0, 0, 0, 0, 0, 0)
 # An operator's forward and its dual have the same name: this field says which of the two gathers and which scatters.
-_GATHERS, _SCATTERS, _SUMS = 1, 2, 3
-_KINDS = {_GATHERS: "gathers rows", _SCATTERS: "scatters sums", _SUMS: "sums rows"}
+_GATHERS, _SCATTERS, _SUMS, _PUBLISHES = 1, 2, 3, 4
+_KINDS = {_GATHERS: "gathers rows", _SCATTERS: "scatters sums", _SUMS: "sums rows", _PUBLISHES: "publishes parts"}
 
 
 class CallMismatch(ValueError):
@@ -211,6 +212,33 @@ class Arena:
                 else:
                     yield piece_of(own, first, rows_per_piece), piece
                     yield from shards
+
+    def publish(
+        self, numels: Sequence[int], dtype: torch.dtype, write: Callable[[Tensor], object]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Let this rank write its part where the others read it, and yield the peers' parts as they come.
+
+        Args:
+            numels: elements of every rank's part, by rank; the same on all ranks.
+            dtype: of the parts.
+            write: fills the flat tensor that it is given: this rank's part.
+
+        Yields:
+            (peer, its part): that rank's memory. Read it before asking for the next, and do not keep it.
+
+        Raises:
+            As `gather`.
+        """
+        self._rows_that_fit(self.generation_bytes, max(numels) * dtype.itemsize, "all_gather")
+        call = _call("all_gather", _PUBLISHES, sum(numels), 1, dtype, 0)
+        generation = self.begin(call)
+        with self._poison_if_left("all_gather"):
+            write(self.block(self.rank, generation, 0, (numels[self.rank],), dtype))
+            for peer in self._peers:
+                self.signals.notify(peer, self.epoch)
+            for peer in self._peers:
+                self.wait(peer, generation, call)
+                yield peer, self.block(peer, generation, 0, (numels[peer],), dtype)
 
     def _peers_shards(
         self,

@@ -35,7 +35,6 @@ from tpkernels.exchange.background import (
 )
 from tpkernels.exchange.device_arena import DeviceArena, model_of
 from tpkernels.exchange.pending import Collective, Done, Messages, Parts, Work
-from tpkernels.exchange.room import Room
 from tpkernels.exchange.strategies import checked
 from tpkernels.exchange.tree import tree_sum
 from tpkernels.launch import INTERPRETED
@@ -177,21 +176,6 @@ class Communicator:
         if self.device_arena is None or x.dtype not in KERNEL_DTYPES:
             return None
         return self.device_arena if x.device == self.device_arena.control.device else None
-
-    def open_room(self, num_bytes: int) -> Room | None:
-        """Make memory that exists once for all ranks, for CPU tensors; collective.
-
-        Returns:
-            None without an arena; also if the memory is refused, of which the group's first rank prints why.
-        """
-        if self.arena is None or self.group is None:
-            return None
-        try:
-            return Room.open(self.group, num_bytes, timeout_seconds=self.arena.signals.timeout_seconds)
-        except MemoryRefused as error:
-            if self.rank == 0:
-                print(f"tpkernels: every rank of {self.group.group_name} has its own copy: {error}", file=sys.stderr)
-        return None
 
     def may_use_kernels(self) -> bool:
         """Return whether kernels exchange for fused matmuls of some sizes; with "auto" only on GPUs of known rates."""

@@ -139,19 +139,6 @@ class HostMemory(CachedBlocks):
         Cost: a few small all-gathers; per rank world * num_bytes of address space, num_bytes of memory, and a file
             descriptor for each rank until the memory is freed (Python's mmap keeps one).
         """
-        return cls._map(group, num_bytes, dist.get_world_size(group))
-
-    @classmethod
-    def allocate_once(cls, group: ProcessGroup, num_bytes: int) -> HostMemory:
-        """Allocate on the group's first rank only, and map that on all, as the part of every owner; collective.
-
-        Args, Raises: as `allocate`; of `num_bytes` once for all ranks.
-        """
-        return cls._map(group, num_bytes, 1)
-
-    @classmethod
-    def _map(cls, group: ProcessGroup, num_bytes: int, num_holders: int) -> HostMemory:
-        """Map what the first `num_holders` ranks allocate, one of them or all."""
         check_num_bytes("the size of shared memory", num_bytes)
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         everyone = exchange(group, [host_identity(), available_bytes()])
@@ -161,16 +148,16 @@ class HostMemory(CachedBlocks):
         # Measured before any rank allocates, so that all ranks decide alike, whichever allocates first.
         free_bytes = min(free for _, free in everyone)
         fd, problem = -1, words_refused()
-        if not problem and rank < num_holders:
+        if not problem:
             try:
-                fd = allocate(num_bytes, num_holders, free_bytes)
+                fd = allocate(num_bytes, world, free_bytes)
             except MemoryRefused as error:
                 problem = str(error)
         opened: list[int] = []
         try:
             mappings: list[mmap.mmap] = []
             token = secrets.randbits(62)
-            if not problem and rank < num_holders:
+            if not problem:
                 try:
                     own = map_shared(fd, num_bytes)
                     own[-_TOKEN_BYTES:] = token.to_bytes(_TOKEN_BYTES, "little")
@@ -184,13 +171,13 @@ class HostMemory(CachedBlocks):
                     "use the same on all"
                 )
             try:
-                for pid, peer_fd, _, _ in entries[:num_holders]:
+                for pid, peer_fd, _, _ in entries:
                     opened.append(open_of_peer(pid, peer_fd))
                     mappings.append(map_shared(opened[-1], num_bytes))
                 # If the ranks have different namespaces of process ids, a pid means another process here, or none.
                 if any(
                     mapping[-_TOKEN_BYTES:] != entry[2].to_bytes(_TOKEN_BYTES, "little")
-                    for mapping, entry in zip(mappings, entries[:num_holders], strict=True)
+                    for mapping, entry in zip(mappings, entries, strict=True)
                 ):
                     problem = "process numbers do not mean the same on all ranks"
             except (MemoryRefused, OSError, ValueError) as error:
@@ -200,10 +187,9 @@ class HostMemory(CachedBlocks):
         finally:
             for descriptor in [*opened, *([fd] if fd >= 0 else [])]:
                 os.close(descriptor)
-        if num_holders == world:
-            for mapping in mappings:
-                mapping.madvise(mmap.MADV_DONTFORK)
-        return cls([mappings[owner % num_holders] for owner in range(world)], rank, [entry[0] for entry in entries])
+        for mapping in mappings:
+            mapping.madvise(mmap.MADV_DONTFORK)
+        return cls(mappings, rank, [entry[0] for entry in entries])
 
 
 def check_num_bytes(name: str, num_bytes: int) -> None:

@@ -149,7 +149,9 @@ def test_a_tangent_raises_in_what_is_compiled() -> None:
     for fullgraph in (False, True):
         compiled = torch.compile(lambda x: rms_norm(2 * x, B), backend="aot_eager", fullgraph=fullgraph)
         want = compiled(x)
-        said = "Observed exception|dual tensor input" if fullgraph else "rms_norm has no forward-mode derivative: got an input"
+        said = "rms_norm has no forward-mode derivative: got an input"
+        if fullgraph:
+            said = "Observed exception|dual tensor input"  # torch 2.15 refuses it by itself
         with forward_ad.dual_level(), pytest.raises(RuntimeError, match=said):
             compiled(forward_ad.make_dual(x, torch.ones_like(x)))
         assert torch.equal(compiled(x), want)

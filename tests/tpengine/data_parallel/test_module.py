@@ -431,7 +431,8 @@ def places_of_gradients() -> list[bool]:
         found += [p.grad is not None and p.grad.untyped_storage().data_ptr() == flat for p in model.parameters()]
         model.zero_grad(set_to_none)
         if not set_to_none:
-            found += [p.grad is replicas.buckets.gradients[name] for name, p in model.named_parameters()]
+            places = replicas.buckets.gradients
+            found += [p.grad.data_ptr() == places[name].data_ptr() for name, p in model.named_parameters()]
     return found
 
 

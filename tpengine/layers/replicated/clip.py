@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.placement import placements_of
-from tpengine.layers.replicated.modules import num_ranks_of, refuse_sliced, refuse_unsummed
+from tpengine.layers.replicated.modules import num_ranks_of, refuse_unsummed
 
 
 @torch.no_grad()
@@ -35,13 +35,11 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, tp: Communicator, pp: Com
         The norm before clipping, a float64 scalar, the same on all these ranks; not finite if a gradient is not.
 
     Raises:
-        ValueError: `max_norm` is not above zero; `tp` is one rank, and the model lies over several; a DataParallel of
-            zero 1 to 3 holds slices of the gradients; nothing sums the gradient of a parameter over tp, as
-            check_replicated says.
+        ValueError: `max_norm` is not above zero; `tp` is one rank, and the model lies over several; nothing
+            sums the gradient of a parameter over tp, as check_replicated says.
 
     Cost: an all-reduce of one number over tp and one over pp. The host does not wait for the device.
     """
-    refuse_sliced(model)
     placed = placements_of(model)
     if tp.size == 1 < (size := num_ranks_of(placed)):
         raise ValueError(

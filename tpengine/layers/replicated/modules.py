@@ -12,7 +12,7 @@ parameters that nothing sums; DataParallel and Pipeline call it for every model 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -36,8 +36,6 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 # Set on a frozen parameter of which nothing says how it lies.
 _WATCHED = "_tpengine_watched"
-# Set on a parameter while replicas hold slices of its gradient.
-_SLICED = "_tpengine_sliced"
 _MOST_NAMES = 8
 
 
@@ -217,28 +215,6 @@ def num_ranks_of(placed: Mapping[Parameter, Placement]) -> int:
     return max((placement.num_ranks for placement in placed.values()), default=1)
 
 
-def mark_sliced(parameters: Iterable[Parameter], sliced: bool) -> None:
-    """Note that replicas hold slices of these parameters' gradients, or do so no more."""
-    for parameter in parameters:
-        vars(parameter).pop(_SLICED, None)
-        if sliced:
-            setattr(parameter, _SLICED, True)
-
-
-def refuse_sliced(model: nn.Module) -> None:
-    """Refuse a model whose gradients are slices of a DataParallel: its parameters have none, so the norm would be 0.
-
-    Raises:
-        ValueError: names a parameter.
-    """
-    name = next((name for name, parameter in model.named_parameters() if hasattr(parameter, _SLICED)), None)
-    if name is not None:
-        raise ValueError(
-            f"from zero 1 on a DataParallel holds slices of the gradients: {name} has none of its own: call "
-            "replicas.clip_grad_norm_(max_norm, tp, pp)"
-        )
-
-
 def carry_over(module: nn.Module, made: Mapping[Tensor, Tensor]) -> None:
     """Hook and equalise the parameters that were marked on the meta device and have values now; collective.
 
@@ -253,15 +229,6 @@ def carry_over(module: nn.Module, made: Mapping[Tensor, Tensor]) -> None:
                 _sum_over(parameter, placement.over)
             _equalise(parameter, real(placement.holders))
     refuse_unsummed(module, placed, num_ranks_of(placed))
-
-
-def ranks_that_hold(model: nn.Module) -> dict[Parameter, int]:
-    """Return how many tensor-parallel ranks hold each parameter, for parameters that several ranks hold."""
-    return {
-        parameter: placement.num_holders
-        for parameter, placement in placements_of(model).items()
-        if placement.num_holders > 1
-    }
 
 
 def _sum_over(parameter: Parameter, tp: Communicator) -> None:

@@ -111,8 +111,7 @@ def whole_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Return the state dict that a module had before `parallelize`, with today's values; collective over tp.
 
     Args:
-        module: a model that was parallelized, or a part of one, such as a stage. With DataParallel of zero 3, call this
-            inside its `whole`.
+        module: a model that was parallelized, or a part of one, such as a stage.
 
     Returns:
         Name -> tensor, on every rank. What is cut is a new tensor, one for tied names; the others are the model's own.

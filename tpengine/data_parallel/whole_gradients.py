@@ -1,4 +1,4 @@
-"""Whole gradients of any `nn.Module` (zero 0): buckets that are summed while backward still runs.
+"""Whole gradients of any `nn.Module`: buckets that are summed while backward still runs.
 
 Nothing wraps the model: hooks on its parameters move each gradient into a flat bucket, and the model, its state dict
 and its optimizer stay the user's own. `.grad` itself becomes a view of the bucket, so that a reduction needs no copy
@@ -8,6 +8,9 @@ The decision a reader will question: which parameters took part is not found by 
 either fires or does not; `finish` reduces what is still missing. Each bucket carries a count of users per parameter,
 which is summed along with the gradients and tells "zero" from "unused by all" without a second collective. The price:
 from the first bucket with a parameter unused on this rank, reductions start in `finish` and overlap with nothing.
+
+A gradient lies in its bucket if it is that memory, whichever tensor object says so: model.to gives a `.grad` that stays
+the same object other memory. Where parameters have moved, the next backward makes new buckets.
 
 What is deliberately elsewhere: counting and order (buckets), transport (collectives). torch's
 `nn.parallel.DistributedDataParallel` offers the same, tuned for NCCL and with more knobs (communication hooks, buffers
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,13 +31,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tpengine.data_parallel.any_module.units import check_unchanged
 from tpengine.data_parallel.buckets import GradientBuckets
+from tpengine.distributed.agreement import check_same, describe_model, device_of
 from tpengine.layers.collectives import Communicator
 
 
 class WholeGradients:
-    """Zero 0 of `DataParallel`, which documents the methods.
+    """What `DataParallel` does, which documents the methods.
 
     Args:
         model: equal on all ranks.
@@ -49,22 +52,9 @@ class WholeGradients:
         num_replicas = communicator.size
         self._divisor = num_replicas if num_replicas & (num_replicas - 1) == 0 else 1
         self._divisor_of_sums = num_replicas // self._divisor
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._model, self._comm, self._bucket_bytes = model, communicator, bucket_bytes
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        layouts = _layouts(trained, bucket_bytes)
-        self.buckets = GradientBuckets(
-            dict(enumerate(layouts)),
-            trained,
-            contributions=dict.fromkeys(trained, 1),
-            comms=dict.fromkeys(range(len(layouts)), communicator),
-            dtype=None,
-            device=None,
-            before_sum=self._fill,
-            count_usage=True,
-        )
-        self._model = model
-        self._places = {p: self.buckets.place(name) for name, p in trained.items()}
-        self._members = [[trained[name] for name in layout.names] for layout in layouts]
         self._used_here: dict[int, list[bool]] = {}
         # Parameters whose gradient has been divided since the last `finish`.
         self._divided: set[Parameter] = set()
@@ -72,13 +62,48 @@ class WholeGradients:
         self._backward: int | None = None
         # Parameters on several devices have their hooks called from several threads.
         self._lock = threading.Lock()
-        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained.values()]
+        self._lay_out()
+        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._trained.values()]
+
+    def _lay_out(self) -> None:
+        """Make buckets for the parameters as they lie now; gradients of before come in with the next sum."""
+        layouts = _layouts(self._trained, self._bucket_bytes)
+        self.buckets = GradientBuckets(
+            dict(enumerate(layouts)),
+            self._trained,
+            contributions=dict.fromkeys(self._trained, 1),
+            comms=dict.fromkeys(range(len(layouts)), self._comm),
+            dtype=None,
+            device=None,
+            before_sum=self._fill,
+            count_usage=True,
+        )
+        self._places = {p: self.buckets.place(name) for name, p in self._trained.items()}
+        self._members = [[self._trained[name] for name in layout.names] for layout in layouts]
         self.buckets.arm(range(len(layouts)))
+
+    def _follow_moves(self) -> None:
+        """Make new buckets if parameters have moved since, as by model.to; collective then.
+
+        Raises:
+            RuntimeError: sums of the old buckets are under way.
+            ValueError: they have not moved alike on all ranks.
+        """
+        if all(_fits(view, parameter) for parameter, (view, _) in self._places.items()):
+            return
+        if self._backward is not None:
+            raise RuntimeError(
+                "parameters stay where they are between backward and finish(): some have another shape, dtype or "
+                "device: call finish() before model.to"
+            )
+        check_same(describe_model(self._model), device_of(self._model), self._comm)
+        self._lay_out()
 
     @torch.no_grad()
     def finish(self) -> None:
         """See DataParallel."""
-        check_unchanged(self._model, self._places, self._frozen)
+        _check_unchanged(self._model, self._places, self._frozen)
+        self._follow_moves()
         self.buckets.flush()
         for index, members in enumerate(self._members):
             self.buckets.wait(index)
@@ -88,7 +113,10 @@ class WholeGradients:
             if not all(used):
                 used = (self.buckets.usage[index] != 0).tolist()
             for parameter, anyone in zip(members, used, strict=True):
-                parameter.grad = self._places[parameter][0] if anyone else None
+                if not anyone:
+                    parameter.grad = None
+                elif not _is_same_memory(parameter.grad, self._places[parameter][0]):
+                    parameter.grad = self._places[parameter][0].detach()
         self._backward = None
         self._divided = set()
         self.buckets.arm(range(len(self._members)))
@@ -120,28 +148,31 @@ class WholeGradients:
                     "gradients were still being summed: call finish() after loss.backward(), and checkpoint "
                     "activations with use_reentrant=False"
                 )
+            if self._backward is None and (self._synchronises or not _fits(self._places[parameter][0], parameter)):
+                self._follow_moves()
             if not self._synchronises:
-                self.move_to_bucket(parameter)
+                self._move_to_bucket(parameter)
             else:
-                self.move_to_bucket(parameter, self._divisor)
+                self._move_to_bucket(parameter, self._divisor)
                 self._divided.add(parameter)
                 self._backward = backward
                 self.buckets.contributed(self._places[parameter][1])
 
-    def move_to_bucket(self, parameter: Parameter, divisor: int = 1) -> bool:
-        """Make `.grad` the parameter's view, divided; return whether there was a gradient. If not, the view is zero."""
+    def _move_to_bucket(self, parameter: Parameter, divisor: int = 1) -> bool:
+        """Let `.grad` lie in its bucket, divided; return whether there was a gradient. If not, its place is zero."""
         (view, _), grad = self._places[parameter], parameter.grad
         if grad is None:
             view.zero_()
             return False
-        if grad is not view:
+        if not _is_same_memory(grad, view):
             if grad.layout is not torch.strided:
                 raise ValueError(
                     f"buckets hold dense gradients: a parameter of shape {list(parameter.shape)} has one of layout "
                     f"{grad.layout}: build its module with sparse=False"
                 )
             torch.div(grad, divisor, out=view) if divisor > 1 else view.copy_(grad)
-            parameter.grad = view
+            # Another tensor object over the same memory: whoever is given it cannot move the bucket's own.
+            parameter.grad = view.detach()
         elif divisor > 1:
             view.div_(divisor)
         return True
@@ -149,7 +180,7 @@ class WholeGradients:
     def _fill(self, index: int) -> None:
         """Fill a bucket before its sum: what only no_sync saw is already in it, what nobody made is zero."""
         used = [
-            self.move_to_bucket(parameter, 1 if parameter in self._divided else self._divisor)
+            self._move_to_bucket(parameter, 1 if parameter in self._divided else self._divisor)
             for parameter in self._members[index]
         ]
         self._used_here[index] = used
@@ -184,3 +215,39 @@ def _layouts(parameters: dict[str, Parameter], bucket_bytes: int) -> list[_Bucke
     place = {name: i for i, name in enumerate(reversed(parameters))}
     closed.sort(key=lambda bucket: place[bucket[-1]])
     return [_BucketLayout(tuple(bucket), tuple(parameters[name].numel() for name in bucket)) for bucket in closed]
+
+
+def _fits(view: Tensor, parameter: Parameter) -> bool:
+    """Return whether a gradient's place is one for the parameter as it is now."""
+    return view.shape == parameter.shape and view.dtype == parameter.dtype and view.device == parameter.device
+
+
+def _is_same_memory(grad: Tensor | None, view: Tensor) -> bool:
+    return (
+        grad is not None
+        and grad.layout is torch.strided
+        and grad.data_ptr() == view.data_ptr()
+        and grad.dtype == view.dtype
+        and grad.shape == view.shape
+        and grad.stride() == view.stride()
+    )
+
+
+def _check_unchanged(model: nn.Module, known: Collection[Parameter], frozen: Mapping[str, Parameter]) -> None:
+    """Refuse a model that trains other parameters than those of construction.
+
+    Raises:
+        RuntimeError: which have been thawed, replaced or added.
+    """
+    elsewhere = {name: p for name, p in model.named_parameters() if p.requires_grad and p not in known}
+    thawed = [name for name, parameter in elsewhere.items() if frozen.get(name) is parameter]
+    if len(thawed) < len(elsewhere):
+        raise RuntimeError(
+            f"trained parameters must be those of construction: {sorted(elsewhere.keys() - set(thawed))} have been "
+            "replaced or added since: call remove() and make a new DataParallel"
+        )
+    if thawed:
+        raise RuntimeError(
+            f"frozen parameters lie in no bucket: {thawed} have been thawed since: call remove() and make a new "
+            "DataParallel"
+        )
