@@ -9,6 +9,9 @@ gradient_sink.py   where weight gradients go
 collectives.py     the seam between layers and communication
 replicated/        parameters that every tensor-parallel rank holds whole, and the norm that counts them once
 
+Under torch.autocast layers are as nn.Linear is: products in its dtype, by weights that stay float32 and get float32
+gradients; norms add a residual of another dtype. So are they under activation checkpointing (tpkernels.autocast).
+
 Exact mode, which computes a layer shard by shard, is in model/exact.py.
 """
 

@@ -111,7 +111,8 @@ class ParamGradSink(_ImmediateSink):
 
     def add(self, param: Parameter, grad: Tensor, partial: Communicator | None = None) -> None:
         if partial is not None and partial.size > 1:
-            grad = partial.all_reduce_(grad.contiguous())
+            # Summed over ranks in the wider dtype: under autocast a float32 parameter's product is in 16 bits.
+            grad = partial.all_reduce_(grad.to(torch.promote_types(grad.dtype, param.dtype)).contiguous())
         _gradient_of(param).add_(grad)
 
     def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:

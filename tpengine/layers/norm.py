@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.autocast import promoted
 from tpkernels.derivatives import applied, refuse_second_order
 from tpkernels.ops.norm.operator import norm_backward, norm_forward
 
@@ -98,6 +99,7 @@ class Norm(nn.Module):
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x, residual[T/tp, D] -> (y, total)[T/tp, D], total = x + residual, in one pass."""
+        x, residual = promoted(x, residual)
         y, total = applied(_Norm, x, residual, self.weight, self.bias, self, (self.sink,))
         return y, total
 

@@ -60,7 +60,7 @@ def add_cut_bias(y: Tensor, biases: Biases, sink: GradientSink) -> Tensor:
     """
     row = torch.cat([bias for bias, _ in biases])
     if torch.compiler.is_compiling() and isinstance(sink, ParamGradSink):
-        return y + row
+        return y + row.to(y.dtype)
     added: Tensor = applied(_AddCut, y, row.detach(), biases, sink)
     return added
 
@@ -71,7 +71,8 @@ class _AddWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Parameter, comm: Communicator, sinks: Sequence[GradientSink]) -> Tensor:
         ctx.bias, ctx.comm, ctx.sinks = bias, comm, sinks
-        return x + bias
+        # Autocast: the product is in 16 bits, and stays so.
+        return x + bias.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:

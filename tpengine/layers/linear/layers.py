@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.autocast import lowered
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem, matmul_reduce_scatter
 
@@ -84,10 +85,11 @@ class ColumnParallelLinear(nn.Module):
     def _product(self, x: Tensor) -> Tensor:
         if is_traceable((self,)):
             return all_gather_matmul(x, (self.weight,), self.comm)[0]
+        x, weight = lowered(x, self.weight)
         prepared = self._prepared and self._prepared.for_product(x, (self.weight,))
         if prepared is None:
-            check_gather(x, (self.weight,), self.comm)
-        return column_product(x, self.weight.detach(), prepared, (self,))
+            check_gather(x, (weight,), self.comm)
+        return column_product(x, weight.detach(), prepared, (self,))
 
     def prepare(self, num_tokens: int) -> None:
         """Copy the weight into the layout that its matmuls read fastest; the copies are used until the weight changes.
@@ -164,17 +166,18 @@ class RowParallelLinear(nn.Module):
         """Return y[T/tp, D] + b; each sink gets the gradient of its block of tokens."""
         assert self.bias is not None
         if torch.compiler.is_compiling() and self.comm.size == 1:
-            return y + self.bias
+            return y + self.bias.to(y.dtype)
         return add_whole_bias(y, self.bias, self.comm, sinks)
 
     def _product(self, x: Tensor) -> Tensor:
         check_tokens(x.shape[0], self.comm.num_row_parts)
         if is_traceable((self,)):
             return matmul_reduce_scatter(x, self.weight, self.comm)
+        x, weight = lowered(x, self.weight)
         prepared = self._prepared and self._prepared.for_product(x, (self.weight,))
-        if prepared is None and (problem := matmul_problem("matmul_reduce_scatter", x, self.weight, None)):
+        if prepared is None and (problem := matmul_problem("matmul_reduce_scatter", x, weight, None)):
             self.comm.refuse(x, problem)
-        return row_product(x, prepared, self)
+        return row_product(x, weight, prepared, self)
 
     def prepare(self, num_tokens: int) -> None:
         """Prepare the weight: see ColumnParallelLinear.prepare."""

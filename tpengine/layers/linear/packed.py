@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from tpkernels.autocast import lowered
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 
 from tpengine.layers.linear.layers import ColumnParallelLinear, with_biases
@@ -62,12 +63,16 @@ class PackedWeights:
         return with_biases(self._product(x), self.layers)
 
     def _product(self, x: Tensor) -> Tensor:
-        weights = [layer.weight for layer in self.layers]
+        weights: list[Tensor] = [layer.weight for layer in self.layers]
         if is_traceable(self.layers):
             return torch.cat(all_gather_matmul(x, weights, self.layers[0].comm), dim=1)
+        x, *converted = lowered(x, *weights)
         prepared = self._prepared and self._prepared.for_product(x, weights)
         if prepared is None:
-            check_gather(x, weights, self.layers[0].comm)
+            check_gather(x, converted, self.layers[0].comm)
+            if any(weight.dtype != x.dtype for weight in weights):
+                # Autocast's, for this call.
+                return column_product(x, torch.cat(converted).detach(), None, self.layers)
             self._update(weights)
         return column_product(x, self._storage, prepared, self.layers)
 

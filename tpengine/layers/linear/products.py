@@ -115,10 +115,10 @@ class _RowParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Parameter, prepared: PreparedWeight | None, layer: LinearLayer) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, prepared: PreparedWeight | None, layer: LinearLayer) -> Tensor:
         comm = layer.comm
         ctx.save_for_backward(x, weight)
-        ctx.comm, ctx.sink, ctx.parameter, ctx.prepared = comm, layer.sink, weight, prepared
+        ctx.comm, ctx.sink, ctx.parameter, ctx.prepared = comm, layer.sink, layer.weight, prepared
         ctx.gathers_again = layer.gathers_again
         matrix = prepared.forward if prepared else weight.T
         return matmul_scatter([(x, matrix)], comm, "matmul_reduce_scatter")
@@ -175,13 +175,14 @@ def column_product(x: Tensor, packed: Tensor, prepared: PreparedWeight | None, l
     return y
 
 
-def row_product(x: Tensor, prepared: PreparedWeight | None, layer: LinearLayer) -> Tensor:
+def row_product(x: Tensor, weight: Tensor, prepared: PreparedWeight | None, layer: LinearLayer) -> Tensor:
     """Return y[T/tp, D] = reduce_scatter_tp(x[T, F/tp] @ w[D, F/tp].T). Its caller has checked that x fits.
 
     Args:
         x: all rows, this rank's columns.
-        prepared: the layer's weight in the forms that products read fastest, or None.
-        layer: whose weight w is.
+        weight: w, the layer's weight, or that in x's dtype.
+        prepared: the same, in the forms that products read fastest, or None.
+        layer: whose weight w is: it gets the gradient.
     """
-    y: Tensor = applied(_RowParallel, x, layer.weight, prepared, layer)
+    y: Tensor = applied(_RowParallel, x, weight, prepared, layer)
     return y
