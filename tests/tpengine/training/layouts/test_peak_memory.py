@@ -104,8 +104,8 @@ def test_the_peak_is_the_simulators_with_other_settings(ranks: RankPool, dtype: 
     check(ranks.run(peaks, 4, config_for(**{"zero": 3, "schedule": "1f1b", "dtype": dtype, **changes})))
 
 
-# What blocks of other architectures keep: windows, learned positions and no gate, norms of what a half adds. The sequence
-# is so long that attention holds most where its scores are written out.
+# What blocks of other architectures keep: windows, learned positions and no gate, norms of what a half adds. Sequences
+# are so long that attention holds most where its scores are written out.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
