@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -249,6 +249,19 @@ def as_operator(x: Tensor) -> bool:
     """
     has_memory = type(x) in (Tensor, Parameter) and (not x.is_meta or bool(_observers))
     return torch.compiler.is_compiling() or not has_memory
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def constant_while_traced(function: _Function) -> _Function:
+    """Have torch.compile call a function while it traces, and take what it returns as a constant.
+
+    For what looks at files: it depends on its arguments alone, which must be constants to torch.compile too. This is
+    torch.compiler.assume_constant_result, which would import torch._dynamo here: a second for every process.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 @contextmanager

@@ -10,6 +10,9 @@ collectives.py     the seam between layers and communication
 placement.py       how each parameter lies over tensor-parallel ranks: every layer says so of its own
 replicated/        sum what others hold whole, refuse what nothing sums, clip by a norm that counts everything once
 
+Under torch.autocast layers are as nn.Linear is: products in its dtype, by weights that stay float32 and get float32
+gradients; norms add a residual of another dtype. So are they under activation checkpointing (tpkernels.autocast).
+
 Every layer is exported here. Exact mode, which computes a layer shard by shard, is in model/exact.py.
 """
 

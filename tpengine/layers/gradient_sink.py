@@ -115,7 +115,10 @@ class ParamGradSink(_ImmediateSink):
         return self.add(param, dy.T @ x, partial)
 
     def add(self, param: Tensor, grad: Tensor, partial: Communicator | None = None) -> Tensor | None:
-        return partial.all_reduce_(grad.contiguous()) if partial is not None and partial.size > 1 else grad
+        if partial is None or partial.size == 1:
+            return grad
+        # Summed over ranks in the wider dtype: under autocast a float32 parameter's product is in 16 bits.
+        return partial.all_reduce_(grad.to(torch.promote_types(grad.dtype, param.dtype)).contiguous())
 
     def add_rows(self, param: Tensor, rows: Tensor, grad: Tensor) -> Tensor | None:
         total = torch.zeros(param.shape, dtype=param.dtype, device=param.device)

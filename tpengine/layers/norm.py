@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.autocast import promoted
 from tpkernels.derivatives import applied, refuse_second_order
 from tpkernels.ops.norm.operator import norm_backward, norm_forward
 
@@ -110,7 +111,7 @@ class Norm(nn.Module):
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x, residual[T/tp, D] -> (y, total)[T/tp, D], total = x + residual, in one pass."""
-        y, total = self._normed(x, residual, (self.sink,))
+        y, total = self._normed(*promoted(x, residual), (self.sink,))
         return y, total
 
     def in_blocks(self, x: Tensor, sinks: Sequence[GradientSink]) -> Tensor:

@@ -149,10 +149,11 @@ def _check_schedule(schedule: Schedule, model: nn.Sequential) -> None:
     if not schedule.splits_backward:
         return
     for name, module in model.named_modules():
-        trained = any(p.requires_grad for p in module.parameters(recurse=False))
-        if trained and sink_of(module) is None:
+        # What has no matrix, such as nn.LayerNorm, has no product to put off: all of its gradient is in I.
+        has_matrix = any(p.requires_grad and p.dim() > 1 for p in module.parameters(recurse=False))
+        if has_matrix and sink_of(module) is None:
             raise ValueError(
-                "a schedule that splits backward needs modules that give weight gradients to a sink: schedule "
+                "a schedule that splits backward needs matrices whose gradients go to a sink: schedule "
                 f"{schedule.name}, module {name} is {type(module).__qualname__}, whose halves autograd computes at "
                 "once: use modules of tpengine.layers, or schedule 1f1b or interleaved"
             )

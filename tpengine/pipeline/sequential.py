@@ -102,9 +102,10 @@ class Pipeline:
         RuntimeError: there is no process group, or ranks differ in plan.
 
     BatchNorm sees micro-batches, and keeps their statistics, not the batch's. Dropout draws from each rank's own
-    generator. A schedule that splits backward into halves (zb-h1, zbv) needs modules that give their weight gradients
-    to a sink, as those of tpengine.layers do: of any other module autograd computes both halves at once. Use autocast
-    either around construction and all steps, or inside the modules: it decides the dtype of what stages exchange.
+    generator. A schedule that splits backward into halves (zb-h1, zbv) needs matrices whose gradients go to a sink, as
+    those of tpengine.layers do: of any other module autograd computes both halves at once. Modules without a matrix may
+    be any, nn.LayerNorm too: all of their gradient is computed in the input half. Use autocast either around
+    construction and all steps, or inside the modules: it decides the dtype of what stages exchange.
     Cost: construction runs the sample once through the model on rank 0, forward and backward. Modules on the meta
     device run there. One that cannot, because it exchanges with other ranks or reads values, is copied into rank 0's
     memory, and freed before the next is copied. Memory: inputs and outputs of as many micro-batches as the schedule

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.autocast import dtype_conflict, lowered
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator, communicator_named
@@ -179,6 +180,8 @@ def all_gather_matmul(
     Source: Shoeybi et al., arXiv 1909.08053 (column-parallel); Korthikanti et al., arXiv 2205.05198 (sequence shards);
     Wang et al., "Overlap communication with dependent computation via decomposition", ASPLOS 2023.
     """
+    x, *rest = lowered(x, *[*weights, *(biases or ())])
+    weights, biases = rest[: len(weights)], None if biases is None else rest[len(weights) :]
     tokens = comm.size * len(x) if num_tokens is None and x.ndim else num_tokens or 0
     problem = gather_problem(x, weights, biases, comm, tokens)
     if problem:
@@ -199,8 +202,8 @@ def gather_problem(
 
     if x.ndim != 2 or not weights or any(w.ndim != 2 or w.shape[1] != x.shape[-1] for w in weights):
         return f"{_NAME} needs x[T/tp, D] and weights [F/tp, D]: {shapes()}: give every weight x's last dim"
-    if any(t.dtype != x.dtype or t.device != x.device for t in (*weights, *(biases or ()))):
-        return f"{_NAME} needs one dtype and device: x {x.dtype} on {x.device}, {shapes()}: convert the others"
+    if problem := dtype_conflict(_NAME, x, (*weights, *(biases or ()))):
+        return problem
     if biases is not None and [b.shape for b in biases] != [w.shape[:1] for w in weights]:
         return f"{_NAME} needs one bias [F/tp] per weight: biases {[tuple(b.shape) for b in biases]}, {shapes()}"
     if problem := dtype_problem(_NAME, x):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.autocast import lowered
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.exchange.communicator import Communicator, communicator_named
 from tpkernels.fused.exchange_matmul import matmul_then_gather
@@ -83,6 +84,7 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, comm: Communicator, *, bias: Te
     Cost: 2*T*D*F/tp flops; 2*(tp-1)/tp*T*D elements sent. Numerics: as matmul_reduce_scatter.
     Source: Shoeybi et al., arXiv 1909.08053, section 3.
     """
+    x, weight, bias = lowered(x, weight, bias)
     problem = matmul_problem(_NAME, x, weight, bias)
     if problem:
         comm.refuse(x, problem)

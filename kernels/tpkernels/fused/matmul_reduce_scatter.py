@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.autocast import dtype_conflict, lowered
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator, communicator_named
@@ -129,6 +130,7 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, comm: Communicator, *, bias
     of ranks in promote_types(dtype, float32) (by NCCL as it does): the same bits on every run.
     Source: as all_gather_matmul.
     """
+    x, weight, bias = lowered(x, weight, bias)
     problem = matmul_problem(_NAME, x, weight, bias)
     if problem:
         comm.refuse(x, problem)
@@ -146,8 +148,8 @@ def matmul_problem(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     if x.ndim != 2 or weight.ndim != 2 or weight.shape[1] != x.shape[1]:
         return f"{name} needs x[T, F/tp] and weight [D, F/tp]: {shapes()}: give the weight x's last dim"
     others = (weight,) if bias is None else (weight, bias)
-    if any(t.dtype != x.dtype or t.device != x.device for t in others):
-        return f"{name} needs one dtype and device: x {x.dtype} on {x.device}, {shapes()}: convert the others"
+    if problem := dtype_conflict(name, x, others):
+        return problem
     if bias is not None and bias.shape != weight.shape[:1]:
         return f"{name} needs a bias [D]: bias {tuple(bias.shape)}, {shapes()}: pass one number per row of the weight"
     return dtype_problem(name, x)

@@ -232,8 +232,8 @@ def dtypes_under_autocast(arena_bytes: int) -> list[torch.dtype]:
 
 
 @pytest.mark.parametrize("arena_bytes", [TINY, 0], ids=["arena", "collectives"])
-def test_outputs_are_of_the_inputs_dtype_under_autocast(ranks: RankPool, arena_bytes: int) -> None:
-    assert ranks.run(dtypes_under_autocast, 2, arena_bytes) == [[torch.float32] * 2] * 2
+def test_outputs_are_of_autocasts_dtype(ranks: RankPool, arena_bytes: int) -> None:
+    assert ranks.run(dtypes_under_autocast, 2, arena_bytes) == [[torch.bfloat16] * 2] * 2
 
 
 def check_only_what_is_asked_for() -> None:

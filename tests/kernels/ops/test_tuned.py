@@ -156,12 +156,12 @@ def test_an_attention_is_found_by_its_heads_and_its_length_about(
     (tmp_path / "cpu.json").write_bytes(written(FILE._replace(gpu="cpu")))
     tuned.forget()
     try:
-        x = torch.empty(1, dtype=torch.bfloat16)
-        assert tuned_attention(x, 4096, 32, 8, 128) == tuned_attention(x, 4000, 32, 8, 128) == ATTENTIONS[1]
+        of = torch.device("cpu"), torch.bfloat16
+        assert tuned_attention(*of, 4096, 32, 8, 128) == tuned_attention(*of, 4000, 32, 8, 128) == ATTENTIONS[1]
         assert attention_key(*ATTENTIONS[1][:5]) == (4096, 32, 8, 128, "bfloat16")
         for others in ((2048, 32, 8, 128), (4096, 16, 8, 128), (4096, 32, 4, 128), (4096, 32, 8, 64)):
-            assert tuned_attention(x, *others) is None
-        assert tuned_attention(x.half(), 4096, 32, 8, 128) is None
+            assert tuned_attention(*of, *others) is None
+        assert tuned_attention(of[0], torch.float16, 4096, 32, 8, 128) is None
     finally:
         tuned.forget()
 

@@ -22,11 +22,11 @@ class Attention(nn.Module):
 
     def __init__(self, sink: nn.Parameter | None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
+        self.weight = nn.Parameter(torch.ones(3, 3))
         self.sink = sink
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+        return x @ self.weight
 
 
 def refused_for_its_sink(has_parameter: bool) -> str:

@@ -167,11 +167,18 @@ class Block(nn.Module):
         return y
 
 
-def train_blocks(schedule: str, world: int) -> tuple[list[float], Shards]:
-    """Train a Sequential of our own layers, on one rank alone or in a pipeline."""
+def without_matrices(alone: Communicator) -> nn.Sequential:
+    """Modules without a matrix among ours, and parts of nothing else."""
+    options: dict[str, Any] = {"dtype": torch.float64}
+    vectors = [nn.LayerNorm(8, **options), nn.PReLU(8, **options), nn.ReLU(), nn.Dropout(0.0), nn.Identity()]
+    return nn.Sequential(Block(alone), *vectors, Block(alone), RMSNorm(8, alone, **options), nn.LayerNorm(8, **options))
+
+
+def train_blocks(schedule: str, world: int, cut: list[int] | None = None) -> tuple[list[float], Shards]:
+    """Train a Sequential of our own layers, or with a cut `without_matrices`, on one rank alone or in a pipeline."""
     alone = Communicator(dist.new_subgroups(1)[0])
     torch.manual_seed(1)
-    model = nn.Sequential(*(Block(alone) for _ in range(6)))
+    model = nn.Sequential(*(Block(alone) for _ in range(6))) if cut is None else without_matrices(alone)
     inputs, targets = (torch.randn(MICRO * 4, 8, dtype=torch.float64) for _ in range(2))
     loss_of = nn.functional.mse_loss
     if world == 1:
@@ -182,7 +189,7 @@ def train_blocks(schedule: str, world: int) -> tuple[list[float], Shards]:
             loss.backward()
             losses.append(loss.item())
         return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    pipe = Pipeline(model, inputs[:4], loss_of, num_micro_batches=MICRO, schedule=schedule)
+    pipe = Pipeline(model, inputs[:4], loss_of, num_micro_batches=MICRO, schedule=schedule, cut=cut)
     losses = [pipe.step(inputs, targets) for _ in range(2)]
     return losses, {name: p.grad for name, p in pipe.stage.named_parameters() if p.grad is not None}
 
@@ -192,6 +199,14 @@ def test_our_layers_split_their_backward(ranks: RankPool, schedule: str) -> None
     """Zero-bubble schedules over modules that give weight gradients to a sink; two steps' gradients add up."""
     (reference,) = ranks.run(train_blocks, 1, schedule, 1)
     outcomes = ranks.run(train_blocks, 2, schedule, 2)
+    compare([(losses, gradients, None) for losses, gradients in outcomes], reference)
+
+
+@pytest.mark.parametrize(("schedule", "cut"), [("zb-h1", [2, 7]), ("zbv", [1, 4, 3, 1])], ids=["zb-h1", "zbv"])
+def test_modules_without_a_matrix_do_not_forbid_it(ranks: RankPool, schedule: str, cut: list[int]) -> None:
+    """With zbv one part has no sink at all, and one only norms: their weight halves are empty, or a norm's."""
+    (reference,) = ranks.run(train_blocks, 1, schedule, 1, cut)
+    outcomes = ranks.run(train_blocks, 2, schedule, 2, cut)
     compare([(losses, gradients, None) for losses, gradients in outcomes], reference)
 
 

@@ -187,7 +187,7 @@ class Bounds:
         """Return what the micro-batches of a stage keep at least."""
         key = layout.tp, layout.micro_batch_size, layout.recompute, layout.gathered
         if key not in self._saved:
-            block = BlockBytes.of(self._config((*key, "fused")), layout.tp, Gathered(layout.gathered), is_windowed=True)
+            block = BlockBytes.of(self._config((*key, "fused")), layout.tp, Gathered(layout.gathered), window=1)
             self._saved[key] = block.saved(Recompute(layout.recompute))
         return _num_live(layout) * (self.num_layers // layout.num_chunks) * self._saved[key]
 

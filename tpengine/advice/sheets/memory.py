@@ -55,21 +55,23 @@ def _block_lines(sheet: Sheet) -> Iterator[str]:
     chunk = sheet.plan.chunks[0]
     block = BlockBytes.of(config, layout.tp, chunk.gathered)
     recompute = Recompute(config.parallel.recompute)
-    t, d, e, a = block.own_tokens, block.hidden, block.item, block.wide
+    t, d, e = block.own_tokens, block.hidden, block.item
     rows = block.gathered // (d * e)
     yield f"a block keeps of a micro-batch from F to B, with recompute {recompute.value}:"
     yield _line("its input", f"t D e = {t} x {d} x {e}", block.x)
     if recompute in (Recompute.NONE, Recompute.ATTENTION):
         yield _line("sum after attention", f"t D e = {t} x {d} x {e}", block.x)
-        yield _line("second norm", f"t {block.norm_statistics} a = {t} x {block.norm_statistics} x {a}", block.norm)
+        yield _norm_line("second norm", block)
         yield _line("its gathered rows", f"{_rows(block)} D e = {rows} x {d} x {e}", block.gathered)
         factor = block.num_gated + 1
         middle = factor * block.middle * e
         yield _line("gate, up, product", f"{factor} T F e = {factor} x {block.tokens} x {block.ffn} x {e}", middle)
-        if masks := block.mlp - block.x - block.norm - block.gathered - middle:
+        if block.normed_output:
+            yield _line("norm of its output", "its input and statistics", block.normed_output)
+        if masks := block.mlp - block.x - block.norm - block.gathered - middle - block.normed_output:
             yield _line("masks of dropout", "a byte an element", masks)
     if recompute is Recompute.NONE:
-        yield _line("first norm", f"t {block.norm_statistics} a = {t} x {block.norm_statistics} x {a}", block.norm)
+        yield _norm_line("first norm", block)
         yield _line("its gathered rows", f"{_rows(block)} D e = {rows} x {d} x {e}", block.gathered)
         yield from _attention_lines(block)
     yield _line("together", "", block.saved(recompute))
@@ -90,9 +92,18 @@ def _attention_lines(block: BlockBytes) -> Iterator[str]:
         yield _line("attention", "with dropout, in float32", block.attended)
     if block.normed_heads:
         yield _line("norms of heads", "their inputs and statistics", block.normed_heads)
-    masks = block.attention - block.norm - block.gathered - block.attended - block.normed_heads
+    if block.normed_output:
+        yield _line("norm of its output", "its input and statistics", block.normed_output)
+    masks = block.attention - block.norm - block.gathered - block.attended - block.normed_heads - block.normed_output
     if masks:
         yield _line("mask of dropout", f"t D = {block.own_tokens} x {block.hidden}", masks)
+
+
+def _norm_line(name: str, block: BlockBytes) -> str:
+    t, d, a, each = block.own_tokens, block.hidden, block.wide, block.norm_statistics
+    if block.offsets_norms:
+        return _line(name, f"({each} t + D) a = ({each} x {t} + {d}) x {a}", block.norm)
+    return _line(name, f"t {each} a = {t} x {each} x {a}", block.norm)
 
 
 def _rows(block: BlockBytes) -> str:

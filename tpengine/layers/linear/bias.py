@@ -73,7 +73,7 @@ def add_cut_bias(y: Tensor, biases: Biases, sink: GradientSink) -> Tensor:
     # Autograd, which the compiler leaves the gradients to, sums none over ranks.
     is_alone = all(ranks is None for _, ranks in biases)
     if torch.compiler.is_compiling() and isinstance(sink, ParamGradSink) and is_alone:
-        return y + row
+        return y + row.to(y.dtype)
     added: Tensor = applied(_AddCut, y, row.detach(), biases, sink, *tensors)
     return added
 
@@ -84,7 +84,8 @@ class _AddWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, comm: Communicator, sinks: Sequence[GradientSink]) -> Tensor:
         ctx.bias, ctx.comm, ctx.sinks = bias, comm, sinks
-        return x + bias
+        # Autocast: the product is in 16 bits, and stays so.
+        return x + bias.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

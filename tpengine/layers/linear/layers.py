@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.autocast import lowered
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem, matmul_reduce_scatter
 
@@ -140,10 +141,11 @@ class ColumnParallelLinear(nn.Module):
         weight = self.weight
         if is_traceable((self,)):
             return all_gather_matmul(x, (weight,), self.comm)[0]
+        x, operand = lowered(x, weight)
         prepared = self._prepared and self._prepared.for_product(x, (weight,))
         if prepared is None:
-            check_gather(x, (weight,), self.comm)
-        return column_product(x, weight.detach(), prepared, (self,), (weight,))
+            check_gather(x, (operand,), self.comm)
+        return column_product(x, operand.detach(), prepared, (self,), (operand,))
 
     def prepare(self, num_tokens: int) -> None:
         """Copy the weight into the layout that its matmuls read fastest; the copies are used until the weight changes.
@@ -226,7 +228,7 @@ class RowParallelLinear(nn.Module):
         bias = self.bias
         assert bias is not None
         if torch.compiler.is_compiling() and self.comm.size == 1:
-            return y + bias
+            return y + bias.to(y.dtype)
         return add_whole_bias(y, bias, self.comm, sinks)
 
     def _product(self, x: Tensor) -> Tensor:
@@ -234,10 +236,11 @@ class RowParallelLinear(nn.Module):
         weight = self.weight
         if is_traceable((self,)):
             return matmul_reduce_scatter(x, weight, self.comm)
+        x, operand = lowered(x, weight)
         prepared = self._prepared and self._prepared.for_product(x, (weight,))
-        if prepared is None and (problem := matmul_problem("matmul_reduce_scatter", x, weight, None)):
+        if prepared is None and (problem := matmul_problem("matmul_reduce_scatter", x, operand, None)):
             self.comm.refuse(x, problem)
-        return row_product(x, weight, prepared, self)
+        return row_product(x, operand, prepared, self)
 
     def prepare(self, num_tokens: int) -> None:
         """Prepare the weight: see ColumnParallelLinear.prepare."""

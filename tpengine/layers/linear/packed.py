@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.autocast import lowered
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 
 from tpengine.layers.linear.layers import ColumnParallelLinear, with_biases
@@ -87,14 +88,15 @@ class PackedWeights:
         return with_biases(self._product(x), self.layers)
 
     def _product(self, x: Tensor) -> Tensor:
-        weights = [layer.weight for layer in self.layers]
+        weights: list[Tensor] = [layer.weight for layer in self.layers]
         if is_traceable(self.layers):
             return torch.cat(all_gather_matmul(x, weights, self.layers[0].comm), dim=1)
+        x, *operands = lowered(x, *weights)
         prepared = self._prepared and self._prepared.for_product(x, weights)
         if prepared is not None:
-            return column_product(x, prepared.matrix, prepared, self.layers, weights)
-        check_gather(x, weights, self.layers[0].comm)
-        return column_product(x, self._packed(weights), None, self.layers, weights)
+            return column_product(x, prepared.matrix, prepared, self.layers, operands)
+        check_gather(x, operands, self.layers[0].comm)
+        return column_product(x, self._packed(operands), None, self.layers, operands)
 
     def _packed(self, weights: Sequence[Tensor]) -> Tensor:
         """Return the weights behind each other, as they are now."""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tpkernels.launch import constant_while_traced
 from tpkernels.ops.matmul.tuned import OURS, TunedAttention, path_for, tuned_attention
 
 BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
@@ -39,10 +40,19 @@ def chosen_backend(x: Tensor, seq: int, heads: int, kv_heads: int, head_size: in
     Raises:
         ValueError: the file of what was timed on this GPU is wrong.
     """
-    found = tuned_attention(x, seq, heads, kv_heads, head_size)
-    if found is None or found.winner == OURS or torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled():
         return None
-    gpu = torch.cuda.get_device_name(x.device) if x.is_cuda else x.device.type
+    return _winner(x.device, x.dtype, seq, heads, kv_heads, head_size)
+
+
+@constant_while_traced
+def _winner(
+    device: torch.device, dtype: torch.dtype, seq: int, heads: int, kv_heads: int, head_size: int
+) -> str | None:
+    found = tuned_attention(device, dtype, seq, heads, kv_heads, head_size)
+    if found is None or found.winner == OURS:
+        return None
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     _say(found, path_for(gpu).name)
     return found.winner
 

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.autocast import lowered
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.launch import INTERPRETED, accumulation_dtype, by_triton
 from tpkernels.ops.attention.forward import launch_attention
@@ -274,6 +275,7 @@ def attention(
     causal 16-bit attention, which is torch's.
     Source: Dao, arXiv 2307.08691.
     """
+    q, k, v = lowered(q, k, v)
     if q.dim() == 4 and k.dim() == 4 and key_starts is None and k.shape[1] == q.shape[1]:
         key_starts = query_starts
     _check_shapes(q, k, v)
@@ -345,6 +347,7 @@ def attention_qkv(
     Cost, Numerics: as attention; in addition, forward rotates a tile of keys for every block of queries that sees it,
     and backward needs memory for q and k once more.
     """
+    (qkv,) = lowered(qkv)
     heads = num_heads + 2 * num_kv_heads
     if qkv.dim() != 2 or num_heads < 1 or num_kv_heads < 1 or qkv.shape[1] % heads:
         raise ValueError(

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tpkernels.autocast import lowered
 from tpkernels.derivatives import differentiable_once
 from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.cross_entropy.operator import (
@@ -198,6 +199,7 @@ def linear_cross_entropy(
     float64); deterministic if matmuls are.
     Source: Liger Kernel, arXiv 2410.10989, which takes the mean itself and casts dw each time.
     """
+    x, weight = lowered(x, weight)
     token_weights = _check(x, weight, labels, token_weights)
     check_smoothing(label_smoothing, z_loss)
     if combine is None:

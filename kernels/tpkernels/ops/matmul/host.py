@@ -20,6 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tpkernels.launch import constant_while_traced
+
 # For smaller products the call costs more than the faster product saves.
 FEWEST_MULTIPLICATIONS = 8_000_000
 
@@ -147,9 +149,14 @@ def _mkl_is_slow(matrix: Tensor) -> bool:
     return matrix.dtype == torch.float32 and matrix.device.type == "cpu" and has_onednn()
 
 
-@functools.cache
+@constant_while_traced
 def has_onednn() -> bool:
     """Return whether oneDNN's linear operator exists, and MKL is slower on this processor."""
+    return _has_onednn()
+
+
+@functools.cache
+def _has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise") and not _is_intel()
 
 

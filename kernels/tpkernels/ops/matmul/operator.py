@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.autocast import lowered
 from tpkernels.derivatives import refuse_tangents
 from tpkernels.launch import by_triton
 from tpkernels.ops.matmul.host import product
@@ -112,8 +113,9 @@ def matmul(
     backward. An operand with gaps in both dims is copied first.
     Numerics: summed in float32 in one order, everything added to the sum before it is rounded once; deterministic.
     float32 operands are not reduced to tf32. On a CPU, and in float64, the product is torch's, and the additions are to
-    its rounded elements. K = 0 gives zeros, plus what is added.
+    its rounded elements. K = 0 gives zeros, plus what is added. Under autocast all operands are converted to its dtype.
     """
+    a, b, bias, residual = lowered(a, b, bias, residual)
     if not _fits(a, b, bias, residual):
         given = {"a": a, "b": b, "bias": bias, "residual": residual}
         found = ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in given.items() if t is not None)

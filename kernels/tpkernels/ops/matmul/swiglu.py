@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tpkernels.autocast import lowered
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.ops.activation import activation_backward_op, activation_forward, activation_reference
 from tpkernels.ops.matmul.host import product
@@ -102,6 +103,7 @@ def matmul_swiglu(x: Tensor, weight: Tensor, *, recompute: bool = False, fixed: 
     Numerics: as matmul; h is computed from gate and up in float32 before they are rounded, backward from rounded ones.
     Source: Shazeer, arXiv 2002.05202.
     """
+    x, weight = lowered(x, weight)
     if not _fits(x, weight):
         raise ValueError(
             f"h[..., F] = silu(x @ w_gate.T) * (x @ w_up.T) needs x[..., D] and weight[2F, D] of one floating-point "

@@ -188,21 +188,23 @@ def tuned_config(a: Tensor, n: int, a_by_rows: bool, b_by_rows: bool, accumulate
     return known.get(key_of(m, n, k, str(a.dtype).removeprefix("torch."), a_by_rows, b_by_rows, accumulates))
 
 
-def tuned_attention(x: Tensor, seq: int, heads: int, kv_heads: int, head_size: int) -> TunedAttention | None:
-    """Return what was the fastest attention on x's device for these sizes; None if that is not known.
+def tuned_attention(
+    device: torch.device, dtype: torch.dtype, seq: int, heads: int, kv_heads: int, head_size: int
+) -> TunedAttention | None:
+    """Return what was the fastest attention on a device for these sizes; None if that is not known.
 
     Args:
-        x: an operand, for its dtype and device; a CPU's file is of "cpu".
+        device, dtype: of the operands; a CPU's file is of "cpu".
 
     Raises:
         ValueError: the device's file is wrong.
     """
-    if x.device.type not in ("cuda", "cpu"):
+    if device.type not in ("cuda", "cpu"):
         return None
-    known = _attentions_of(x.device)
+    known = _attentions_of(device)
     if not known:
         return None
-    return known.get(attention_key(seq, heads, kv_heads, head_size, str(x.dtype).removeprefix("torch.")))
+    return known.get(attention_key(seq, heads, kv_heads, head_size, str(dtype).removeprefix("torch.")))
 
 
 def forget() -> None:

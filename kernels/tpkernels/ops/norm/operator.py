@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpkernels.autocast import promoted
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.launch import accumulation_dtype, by_triton, cdiv
 from tpkernels.ops.norm.kernel import empty_outputs, launch_norm, launch_norm_backward
@@ -307,6 +308,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5)
     Numerics: as rms_norm of total as stored.
 
     """
+    x, residual = promoted(x, residual)
     rows = _checked(x, weight, {"residual": residual}, eps)
     refuse_tangents("add_rms_norm", x, residual, weight)
     y, total, _, _ = norm_op(rows, weight, None, residual.reshape(rows.shape), eps, False)
@@ -335,6 +337,7 @@ def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     """Add a residual, then `layer_norm`, in one pass; as add_rms_norm."""
+    x, residual = promoted(x, residual)
     rows = _checked(x, weight, {"bias": bias, "residual": residual}, eps)
     refuse_tangents("add_layer_norm", x, residual, weight, bias)
     y, total, _, _ = norm_op(rows, weight, bias, residual.reshape(rows.shape), eps, True)

@@ -5,6 +5,7 @@ That it is faster, and that cuDNN and flash run, only a GPU shows.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from tpkernels.ops.attention import choice
 from tpkernels.ops.attention.choice import chosen_backend
 from tpkernels.ops.matmul import tuned
+from tpkernels.ops.matmul.host import has_onednn
 from tpkernels.ops.matmul.tuned import TunedAttention, TunedFile, written
 
 SIZES = (64, 4, 2, 16)
@@ -64,3 +66,18 @@ def test_a_damaged_file_is_refused() -> None:
     (tuned.FOLDER / "cpu.json").write_text("{}")
     with pytest.raises(ValueError, match="tuned tiles must have format 3"):
         chosen_backend(torch.empty(1), *SIZES)
+
+
+def test_a_compiler_is_given_the_choice_and_traces_no_file() -> None:
+    """Whole in one graph: had the look-up been traced, Path.exists would break it."""
+    won("flash")
+
+    def chosen(x: torch.Tensor) -> torch.Tensor:
+        return x + (1 if chosen_backend(x, *SIZES) == "flash" else 2) + has_onednn()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for dynamic in (False, True):
+            compiled = torch.compile(chosen, backend="eager", fullgraph=True, dynamic=dynamic)
+            assert torch.equal(compiled(torch.zeros(2)), torch.full((2,), 1.0 + has_onednn()))
+            torch._dynamo.reset()

@@ -349,9 +349,10 @@ def test_windows_beyond_all_keys(rung: Rung, whole: bool) -> None:
     rung(check_windows_beyond_all_keys, whole)
 
 
-def test_autocast_changes_nothing() -> None:
+def test_behind_the_conversion_of_its_inputs_autocast_changes_nothing() -> None:
+    """Scores and sums stay in float32: in a region of another dtype they would be rounded to it."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v, dy = (torch.randn(1, 40, 2, 16, generator=generator).requires_grad_() for _ in range(4))
+    q, k, v, dy = (torch.randn(1, 40, 2, 16, generator=generator).bfloat16().requires_grad_() for _ in range(4))
     outcomes = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):

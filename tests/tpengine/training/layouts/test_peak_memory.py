@@ -20,7 +20,8 @@ from support.ranks.rank_pool import RankPool
 from tpkernels.ops.matmul import host
 
 from benchmarks.harness.allocations import Allocations
-from tpengine.config import Config
+from tpengine.config import Config, validate
+from tpengine.config.details import ModelDetails
 from tpengine.data import open_corpus
 from tpengine.data_parallel.sliced_buckets import SlicedBuckets
 from tpengine.simulate.modelled.held import prepared
@@ -101,6 +102,40 @@ def test_the_peak_is_the_simulators(ranks: RankPool, zero: int, schedule: str, d
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_peak_is_the_simulators_with_other_settings(ranks: RankPool, dtype: str, changes: dict[str, Any]) -> None:
     check(ranks.run(peaks, 4, config_for(**{"zero": 3, "schedule": "1f1b", "dtype": dtype, **changes})))
+
+
+# What blocks of other architectures keep: windows, learned positions and no gate, norms of what a half adds. Sequences
+# are so long that attention holds most where its scores are written out.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"details": ModelDetails(windows=(16,) * 4)},
+    "gpt2": {"tie_embeddings": True, "details": ModelDetails(max_positions=256)},
+    "gemma3": {
+        "tie_embeddings": True,
+        "num_kv_heads": 2,
+        "details": ModelDetails(windows=(16, 16, 16, 0), local_rope_theta=1e4, head_size=16),
+    },
+}
+BY_DEFAULT = {("mistral", "float32"), ("gpt2", "bfloat16"), ("gemma3", "float32")}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if (name, dtype) in BY_DEFAULT else pytest.mark.slow)
+        for name in ARCHITECTURES
+        for dtype in ("float32", "bfloat16")
+    ],
+)
+def test_the_peak_is_the_simulators_for_each_architecture(ranks: RankPool, name: str, dtype: str) -> None:
+    config = config_of(1, 1, 1, tied=False, kv_heads=4, num_layers=4)
+    model = replace(
+        config.model, architecture=name, hidden_size=64, ffn_size=192, vocab_size=256, **ARCHITECTURES[name]
+    )
+    train = replace(config.train, seq_len=256, num_micro_batches=2, dtype=dtype)
+    check(ranks.run(peaks, 1, validate(replace(config, model=model, train=train), 1)))
 
 
 # Matrices that are large enough to be copied for a CPU's matmuls: each has two copies, as large as itself.

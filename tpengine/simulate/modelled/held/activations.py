@@ -59,11 +59,10 @@ class ChunkWalks:
     def __init__(self, config: Config, tp: int, chunks: Sequence[Chunk], index: int) -> None:
         chunk, last = chunks[index], len(chunks) - 1
         self.chunk: Chunk = chunk
-        windows, seq = config.model.details.windows or (0,) * config.model.num_layers, config.train.seq_len
-        kinds = {narrow: BlockBytes.of(config, tp, chunk.gathered, is_windowed=narrow) for narrow in (False, True)}
-        # A window that no sequence exceeds is none.
-        self.blocks = [kinds[0 < window < seq] for window in windows[slice(*chunk.layers)]]
-        self.block = kinds[False]  # for what all blocks have alike, and the ends
+        windows = config.model.details.windows or (0,) * config.model.num_layers
+        kinds = {window: BlockBytes.of(config, tp, chunk.gathered, window=window) for window in {0, *windows}}
+        self.blocks = [kinds[window] for window in windows[slice(*chunk.layers)]]
+        self.block = kinds[0]  # for what all blocks have alike, and the ends
         self.is_first, self.is_last = index == 0, index == last
         # Where a neighbour is on the same rank, its tensor is handed over; else it is in a slot.
         self.has_input = index > 0 and chunks[index - 1].rank == chunk.rank
@@ -74,7 +73,7 @@ class ChunkWalks:
     def kind(self) -> object:
         """What the bytes of chunks of one configuration depend on."""
         ends = self.is_first, self.is_last, self.has_input, self.has_gradient
-        return (*ends, self.chunk.recompute, self.chunk.gathered, tuple(block.is_windowed for block in self.blocks))
+        return (*ends, self.chunk.recompute, self.chunk.gathered, tuple(block.window for block in self.blocks))
 
     def bytes(self) -> ChunkBytes:
         block = self.block

@@ -1,9 +1,9 @@
 """What a micro-batch keeps in a block of the model, in bytes: formulas for what our layers keep. No torch.
 
-They hold for fast mode on a CPU, for blocks of two norms (Gemma 3 has four: there they are estimates). Saved is exact:
-the distinct storages that autograd keeps between F and B, without weights, rope tables and the batch's tokens and
-labels, which many micro-batches share. Deferred is exact too: the operands of the weight half. Exact mode and GPUs keep
-other tensors; for them these figures are estimates.
+They hold for fast mode on a CPU, for every architecture that is here. Saved is exact: the distinct storages that
+autograd keeps between F and B, without weights, rope tables and the batch's tokens and labels, which many micro-batches
+share. Deferred is exact too: the operands of the weight half. Exact mode and GPUs keep other tensors; for them these
+figures are estimates.
 
 Letters: T tokens of a micro-batch, t = T/tp, D width, H and G query and key/value heads of this rank, E head width,
 F feed-forward and V vocabulary columns of this rank; e bytes per element, a bytes per element of
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tpengine.architectures.describe import Attention, FeedForward
+from tpengine.architectures.describe import Attention, FeedForward, Norm
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import Config
 from tpengine.layout.parameters import layer_specs
@@ -42,9 +42,12 @@ class BlockBytes:
         num_gated: matrices of the feed-forward network's first product: 2 with a gate, else 1.
         norms_heads: whether queries and keys have norms.
         norm_statistics: numbers per row that a norm keeps: 2 if it subtracts the mean, else 1.
+        norms_outputs: whether what a block's halves add goes through a norm first (Gemma 3).
+        offsets_norms: whether norms' weights are stored less one: the sum is made, and kept, for each call.
         vectors, end_vectors: elements of a block's norms and biases on this rank, and of the last norm.
         positions: elements of the table of learned positions.
         is_windowed: whether a query does not see all earlier tokens of its sequence: windows, packed documents.
+        window: how many tokens back a query sees, its own included; a sequence without a window.
     """
 
     tokens: int
@@ -65,16 +68,17 @@ class BlockBytes:
     num_gated: int
     norms_heads: bool
     norm_statistics: int
+    norms_outputs: bool
+    offsets_norms: bool
     vectors: int
     end_vectors: int
     positions: int
     is_windowed: bool
+    window: int
 
     @classmethod
-    def of(
-        cls, config: Config, tp: int, gathered: Gathered = Gathered.KEEP, *, is_windowed: bool = False
-    ) -> BlockBytes:
-        """Return the bytes for a configuration on one of `tp` ranks, of a block with or without a window."""
+    def of(cls, config: Config, tp: int, gathered: Gathered = Gathered.KEEP, *, window: int = 0) -> BlockBytes:
+        """Return the bytes for a configuration on one of `tp` ranks, of a block with a window, or 0 for none."""
         model, train = config.model, config.train
         architecture = architecture_of(model)
         parts, ends = architecture.block(model, 0).values(), architecture.ends(model)
@@ -98,10 +102,14 @@ class BlockBytes:
             num_gated=1 + any(part.gated for part in parts if isinstance(part, FeedForward)),
             norms_heads=any(part.head_norm is not None for part in parts if isinstance(part, Attention)),
             norm_statistics=1 + (ends.norm.kind == "layer"),
+            norms_outputs=sum(isinstance(part, Norm) for part in parts) > 2,
+            offsets_norms=ends.norm.kind == "rms_offset",
             vectors=sum(spec.local_numel(tp) for spec in layer_specs(model, tp, 0) if not spec.is_matrix),
             end_vectors=sum(math.prod(shape) for shape in ends.norm.shapes(model).values()),
             positions=model.details.max_positions * model.hidden_size if ends.has_positions else 0,
-            is_windowed=is_windowed or config.data.packing != "cut",
+            # A window that no sequence exceeds is none.
+            is_windowed=0 < window < train.seq_len or config.data.packing != "cut",
+            window=window if 0 < window < train.seq_len else train.seq_len,
         )
 
     @property
@@ -147,8 +155,13 @@ class BlockBytes:
 
     @property
     def norm(self) -> int:
-        """rstd[t] of a norm, and its mean, if it has one; its input is counted as the tensor it is."""
-        return self.own_tokens * self.norm_statistics * self.wide
+        """rstd[t] of a norm, its mean and 1 + w, if it has them; its input is counted as the tensor it is."""
+        return (self.own_tokens * self.norm_statistics + self.offsets_norms * self.hidden) * self.wide
+
+    @property
+    def normed_output(self) -> int:
+        """What the norm of a half's output keeps, if there is one: its input [t, D], and its statistics."""
+        return self.norms_outputs * (self.x + self.norm)
 
     @property
     def attended(self) -> int:
@@ -173,7 +186,8 @@ class BlockBytes:
     def normed_heads(self) -> int:
         """Queries and keys before the norms of heads, and rstd of each head."""
         rows = self.tokens * (self.heads + self.kv_heads)
-        return self.norms_heads * (rows * self.head_size * self.item + rows * self.wide)
+        offsets = 2 * self.offsets_norms * self.head_size * self.wide
+        return self.norms_heads * (rows * self.head_size * self.item + rows * self.wide + offsets)
 
     @property
     def attention(self) -> int:
@@ -184,13 +198,15 @@ class BlockBytes:
             + self.normed_heads
             + self.attended
             + self.drops_residual * self.own_tokens * self.hidden
+            + self.normed_output
         )
 
     @property
     def mlp(self) -> int:
         """Norm of x + attended, gathered tokens, gate and up, their product, masks of dropout (1 byte per element)."""
         masks = self.drops_mlp * self.tokens * self.ffn + self.drops_residual * self.own_tokens * self.hidden
-        return self.x + self.norm + self.gathered + (self.num_gated + 1) * self.tokens * self.ffn * self.item + masks
+        products = (self.num_gated + 1) * self.tokens * self.ffn * self.item
+        return self.x + self.norm + self.gathered + products + masks + self.normed_output
 
     def saved(self, recompute: Recompute) -> int:
         """Return what a block keeps from F to B, including its input; FULL keeps nothing inside a chunk."""
@@ -222,9 +238,14 @@ class BlockBytes:
     def output_gradient(self) -> int:
         """The part of `deferred` that is the gradient of the block's output itself, [t, D].
 
-        It is another tensor with dropout or gathering. It has t rows where each rank has all tokens, or gathers again.
+        It is another tensor with dropout, a norm of the output, or gathering. It has t rows where each rank has all
+        tokens, or gathers again.
         """
-        is_itself = not self.drops_residual and (self.own_tokens == self.tokens or not self.keeps_gathered)
+        is_itself = (
+            not self.drops_residual
+            and not self.norms_outputs
+            and (self.own_tokens == self.tokens or not self.keeps_gathered)
+        )
         return self.x if is_itself else 0
 
     @property

@@ -15,6 +15,8 @@ from tpengine.simulate.modelled.held.bytes import BlockBytes
 
 # Attention's backward takes blocks of so many keys (tpkernels/ops/attention/host.py).
 _KEYS_PER_BLOCK = 32
+# Attention with a window, or of packed documents, takes so many queries (tpkernels/ops/attention/reference.py).
+_QUERIES_PER_PIECE = 128
 # The loss takes rows of so many logits at a time (tpkernels/ops/cross_entropy/operator.py).
 _LOGITS_PER_BLOCK = 1 << 18
 
@@ -53,9 +55,10 @@ def forward_block(block: BlockBytes, ledger: Ledger, recompute: Recompute) -> No
         ledger.free(block.attention)
     # Feed-forward: x + attended, gate and up, their product.
     ledger.make(block.x, block.norm, block.gathered, block.num_gated * middle)
-    ledger.briefly(middle, 3 * block.widened(block.middle))
+    ledger.briefly(middle, (block.num_gated + 1) * block.widened(block.middle))
     ledger.make(middle, block.drops_mlp * block.middle, mask)
     # What it adds, and the output.
+    ledger.make(block.normed_output)
     ledger.make(2 * block.x)
     ledger.free(2 * block.x)
     if recompute in (Recompute.BLOCK, Recompute.FULL):
@@ -68,8 +71,10 @@ def _forward_attention(block: BlockBytes, ledger: Ledger) -> None:
     ledger.make(block.norm, block.gathered, qkv)
     ledger.briefly(2 * block.widened(block.queries))
     ledger.make(block.normed_heads, block.attended)
+    if block.is_windowed:
+        ledger.briefly(block.widened(block.queries + 2 * block.keys), _scores_of_a_piece(block))
     ledger.free(qkv)
-    ledger.make(block.drops_residual * block.own_tokens * block.hidden, block.x)
+    ledger.make(block.drops_residual * block.own_tokens * block.hidden, block.x, block.normed_output)
 
 
 def forward_head(block: BlockBytes, ledger: Ledger) -> None:
@@ -114,11 +119,15 @@ def backward_block(
         forward_block(block, ledger, Recompute.NONE)
         ledger.free(block.x)
     # Feed-forward's second product, its middle, and its first.
+    _backward_output_norm(block, ledger)
     ledger.make(middle)
     if not defers:
         ledger.briefly(block.weight_gradient(block.hidden * block.ffn))
         ledger.free(middle)
-    ledger.briefly(max(3 * middle, 6 * block.widened(block.middle)))
+    ledger.free(block.norms_outputs * block.x)
+    # With a gate: dy of both, and dh * up.
+    num = block.num_gated
+    ledger.briefly(max((2 * num - 1) * middle, 3 * num * block.widened(block.middle)))
     ledger.make(block.num_gated * middle)
     ledger.free(middle, block.num_gated * middle)
     ledger.make(block.x)
@@ -137,9 +146,11 @@ def backward_block(
     if recompute is Recompute.ATTENTION:
         _forward_attention(block, ledger)
         ledger.free(block.x)
+    _backward_output_norm(block, ledger)
     ledger.make(queries)
     if not defers:
         ledger.briefly(block.weight_gradient(block.hidden * block.heads * block.head_size))
+    ledger.free(block.norms_outputs * block.x)
     # Attention.
     _backward_attention(block, ledger)
     ledger.free(queries, block.normed_heads, block.attended, block.drops_residual * block.own_tokens * block.hidden)
@@ -171,9 +182,31 @@ def _backward_norm(block: BlockBytes, ledger: Ledger, *, defers: bool) -> None:
         ledger.make(block.end_vectors * block.wide)
 
 
+def _backward_output_norm(block: BlockBytes, ledger: Ledger) -> None:
+    """Walk through the norm of a half's output, if there is one: its gradient stands beside that of the block."""
+    if block.norms_outputs:
+        ledger.make(block.x)
+        ledger.briefly(block.x, 3 * block.widened(block.own_tokens * block.hidden))
+        ledger.free(block.normed_output)
+
+
+def _scores_of_a_piece(block: BlockBytes) -> int:
+    """Scores of as many queries as are taken at once, of every head, with the keys that they see."""
+    rows = min(block.seq, _QUERIES_PER_PIECE)
+    keys = min(block.seq, rows + block.window - 1)
+    return block.tokens // block.seq * block.heads * rows * keys * block.wide
+
+
 def _backward_attention(block: BlockBytes, ledger: Ledger) -> None:
     """Walk from the gradient of attention's output to those of q, k and v."""
     qkv = (block.queries + 2 * block.keys) * block.item
+    if block.is_windowed:
+        # Operands, the output's gradient with heads side by side, three sums, and scores with their gradients.
+        operands = block.widened(block.queries + 2 * block.keys)
+        sums = (2 * block.queries + 2 * block.keys) * block.wide
+        ledger.briefly(qkv, operands, sums, max(2 * _scores_of_a_piece(block), block.queries * block.wide))
+        ledger.make(qkv)
+        return
     seq, first = block.seq, min(block.seq, _KEYS_PER_BLOCK)
     later = seq - first
     # Two tensors of scores of a block of keys, and two of the next.

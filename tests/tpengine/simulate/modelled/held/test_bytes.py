@@ -162,6 +162,7 @@ MODELS: list[dict[str, Any]] = [
     {"architecture": "mistral", "details": ModelDetails(windows=(3, 3, 3))},
     {"architecture": "mistral", "num_kv_heads": 2, "details": ModelDetails(windows=(3, 0, 9)), **DROPS},
     {"architecture": "gpt2", "details": ModelDetails(max_positions=64)},
+    {"architecture": "gemma3", "num_kv_heads": 2, "details": ModelDetails(windows=(3, 0, 9), local_rope_theta=1e4)},
 ]
 
 
