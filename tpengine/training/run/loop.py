@@ -193,6 +193,9 @@ def _loop(run: _Run) -> Uploads | None:
             wall = time.perf_counter()
             step = run.first_step
             while step < job.config.train.steps:
+                # First of all: what follows a step, also one that is left out, belongs to the step's phase.
+                if enter_phase_of(trainer, step):
+                    say(f"phase {trainer.phase.number + 1} begins at step {step + 1}")
                 # A step that was skipped before a restart is not computed again.
                 if skipped.leaves_out(step):
                     _write(writer, progress, left_out_record(step, skipped.num_until(step)))
@@ -200,8 +203,6 @@ def _loop(run: _Run) -> Uploads | None:
                     checkpoints.after_step(step + 1, held_out)
                     step += 1
                     continue
-                if enter_phase_of(trainer, step):
-                    say(f"phase {trainer.phase.number + 1} begins at step {step + 1}")
                 # Train.
                 profiler.begin(step)
                 begin = time.perf_counter()
