@@ -143,13 +143,15 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
 
 
 def _take_threads(config: Config, launch: Launch) -> int:
-    """Have torch, which is not yet loaded, compute with this rank's share of the host's cores.
+    """Have torch, which is not yet loaded, compute with this rank's share of the host's cores, and wait without them.
 
     Returns:
         The cores that are shared; 0 if the number of threads stays what it is.
     """
-    from tpengine.distributed.launch import environment_of_parent, num_cores, threads_of_rank
+    from tpengine.distributed.launch import environment_of_parent, num_cores, passive_waiting, threads_of_rank
 
+    # However many threads there are.
+    os.environ.update(passive_waiting(os.environ))
     # Exact mode computes with one thread; what a GPU computes needs none.
     if config.train.reduction == "exact" or config.device == "cuda":
         return 0
