@@ -85,7 +85,7 @@ def test_a_run_says_its_plan_and_leaves_its_files(tmp_path: Path, num_ranks: int
     assert done.stdout.count("MB per rank by the plan: weights ") == pp
 
     steps = records(tmp_path / "out")
-    assert [record["step"] for record in steps] == [0, 1, 2, 3]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
     assert {"loss", "grad_norm", "lr", "step_seconds", "tokens_per_second", "peak_memory_bytes"} <= set(steps[0])
     resolved = load_toml(tmp_path / "out" / "config.toml", Config())
     assert (resolved.parallel.tp, resolved.parallel.pp, resolved.parallel.dp) == sizes

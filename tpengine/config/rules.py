@@ -116,7 +116,7 @@ def profiled_steps(config: Config) -> range:
         first = min(first if match else 3, steps - 1)
         end = min(max(end, first + 1), first + _MOST_PROFILED_STEPS, steps)
         raise ValueError(
-            f"train.profile_steps must be A:B, for steps A to B-1 of 0 to {steps - 1}, at most {_MOST_PROFILED_STEPS}: "
+            f"train.profile_steps must be A:B, from A finished steps to B of {steps}, at most {_MOST_PROFILED_STEPS}: "
             f"got {text!r}: use {first}:{end}"
         )
     return range(first, end)

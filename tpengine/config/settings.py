@@ -113,7 +113,7 @@ class TrainConfig:
     steps: int = 250
     """Optimizer steps."""
     profile_steps: str = ""
-    """Steps to record, as A:B for steps A to B-1, counted from 0. Timelines, their figures, and the costs to predict
+    """Steps to record, as A:B for those after A finished steps until B are. Timelines, their figures, and the costs to predict
     other schedules from are written to the run directory. Empty records none."""
     seed: int = 0
     """Seed of initial weights, data order, dropout and sampling."""

@@ -179,7 +179,7 @@ class ProgressLine:
 
     def update(self, record: dict[str, Any]) -> None:
         """Show a finished step; `record` is a metrics.step_record."""
-        self._done = record["step"] + 1
+        self._done = record["step"]
         if record.get("left_out"):
             self._figures = "left out, as it was skipped before"
         else:

@@ -79,7 +79,7 @@ class Profiler:
         self._metered: list[dict[str, Any]] = []
         if self._wanted and first_step >= self._wanted.stop and run_dir is not None:
             text = trainer.config.train.profile_steps
-            say(f"nothing is profiled: of the steps {text} none is left, the run goes on at step {first_step}")
+            say(f"nothing is recorded: of the steps {text} none is left, the run goes on at step {first_step + 1}")
 
     def begin(self, step: int) -> None:
         """Switch the trace on; call it before the step's time begins."""
@@ -99,7 +99,7 @@ class Profiler:
             return
         if self._steps:
             self._say(
-                f"profiled steps up to {self._steps[-1].step} (counted from 0) are left out: phase "
+                f"recorded steps up to {self._steps[-1].step + 1} are left out: phase "
                 f"{part.phase.number + 1} has another plan"
             )
         self._part, self._steps, self._meter = part, [], Meter(self._trainer)
@@ -215,7 +215,7 @@ class Profiler:
             # A pipeline's number is that of its first rank, counted over dp and tp.
             pipeline = at.dp * shape.tp + at.tp
             traced = [
-                TracedStep(step.step, step.pipelines[pipeline][at.pp], of_step[pipeline].ranks[at.pp])
+                TracedStep(step.step + 1, step.pipelines[pipeline][at.pp], of_step[pipeline].ranks[at.pp])
                 for step, of_step in zip(steps, timelines, strict=True)
             ]
             ranks.append(TracedRank(rank, f"rank {rank}: pp {at.pp}, dp {at.dp}, tp {at.tp}", traced))
@@ -226,7 +226,7 @@ class Profiler:
         # From when the ranks began to wait for their samples.
         records = drawn.pipelines[pipeline]
         measured = measured_timeline(plan, records, beginning_of([records]))
-        what = f"{plan.schedule}, {plan.num_ranks} ranks, {plan.num_microbatches} micro-batches, step {drawn.step}"
+        what = f"{plan.schedule}, {plan.num_ranks} ranks, {plan.num_microbatches} micro-batches, step {drawn.step + 1}"
         where = f", {self._name_of(pipeline)}" if len(drawn.pipelines) > 1 else ""
         pictures = [
             Picture(f"measured: {what}{where}", measured, "s", plan),
@@ -255,7 +255,7 @@ class Profiler:
         where = f" at {self._name_of(pipeline)}" if num_pipelines > 1 else ""
         of_several = f", the median of {num_steps}" if num_steps > 1 else ""
         yield (
-            f"profiled step {drawn.step} (counted from 0){of_several}{where}: bubble {figures.bubble:.1%}, "
+            f"recorded step {drawn.step + 1}{of_several}{where}: bubble {figures.bubble:.1%}, "
             f"exposed communication {figures.exposed:.1%} of the step; {figures.sentence()}"
         )
         if num_pipelines > 1:

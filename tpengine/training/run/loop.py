@@ -272,13 +272,13 @@ def _answer_spike(run: _Run, pause: Pause, step: int, result: StepResult) -> int
     numbers = {"spike_loss": result.loss, "spike_grad_norm": result.grad_norm}
     if not run.spikes.goes_back:
         if pause.writer is not None:
-            pause.writer.write({"step": step, "event": "stop", **numbers})
+            pause.writer.write({"step": step + 1, "event": "stop", **numbers})
         run.spikes.stop(step, result)
     rollback = run.spikes.go_back(step, result)
     run.skipped.go_back(rollback.to)
     pause.go_back(rollback.to)
     if pause.writer is not None:
-        pause.writer.write({"step": step, "event": "rollback", "to": rollback.to, **numbers})
+        pause.writer.write({"step": step + 1, "event": "rollback", "to": rollback.to, **numbers})
     number = sum(end - first for first, end in rollback.samples)
     where = f"step {rollback.to + 1}, without the {number} samples of step {step + 1}"
     run.console.print(f"{what}: the run goes back to {where}", markup=False, highlight=False, soft_wrap=True)
