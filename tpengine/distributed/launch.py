@@ -12,6 +12,8 @@ from pathlib import Path
 
 # Range of the ports chosen for SLURM's job steps: below those that Linux assigns by itself.
 _FIRST_PORT, _NUM_PORTS = 15000, 10000
+# Set for the ranks that `tpengine train --nproc` starts: the process that did.
+STARTED = "TPENGINE_STARTED_BY"
 # How OpenMP's threads wait: of all libraries, of GNU's, of LLVM's and Intel's.
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 
@@ -25,8 +27,8 @@ class Launch:
         local_rank, local_world_size: on this node.
         address, port: where the processes meet: on rank 0's host, unless torchrun's agent keeps the store. Empty and 0
             for one process.
-        run: identifies this run, the same on all ranks: torchrun's run id, or the SLURM job step if that chose the
-            port; empty if neither is known.
+        run: identifies this run, the same on all ranks: torchrun's run id, the process that has started all ranks, or
+            the SLURM job step if that chose the port; empty if none is known.
     """
 
     rank: int
@@ -78,6 +80,8 @@ class Launch:
         run = f"SLURM's step {_step_name(environ)}" if step and not environ.get("MASTER_PORT") else ""
         if "TORCHELASTIC_RUN_ID" in environ:
             run = f"torchrun's run {environ['TORCHELASTIC_RUN_ID']}"
+        elif STARTED in environ:
+            run = f"the run of process {environ[STARTED]}"
         return cls(rank, world_size, local_rank, local_world_size, address, int(port), run)
 
     def variables(self) -> dict[str, str]:
