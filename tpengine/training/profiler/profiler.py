@@ -47,6 +47,7 @@ from tpengine.simulate.machine import machine_on
 from tpengine.simulate.modelled.memory import memory_of
 from tpengine.simulate.profiles.costs import costs_for
 from tpengine.simulate.profiles.file import StageMemory
+from tpengine.training.profiler.chosen import chosen_steps
 from tpengine.training.profiler.clocks import clock_of, offsets_of_ranks
 from tpengine.training.profiler.meter import Meter
 from tpengine.training.trainer import Trainer
@@ -68,7 +69,9 @@ class Profiler:
         self, trainer: Trainer, run_dir: Path | None, first_step: int = 0, say: Callable[[str], None] = print
     ) -> None:
         self._trainer, self._run_dir, self._say = trainer, run_dir, say
-        self._wanted = profiled_steps(trainer.config)
+        # Of a run that chooses its steps nothing is said, and no copies are kept: each start records some.
+        self._chooses = trainer.run_config.train.profile_steps == "auto"
+        self._wanted = chosen_steps(trainer, first_step) if self._chooses else profiled_steps(trainer.config)
         self._steps: list[MeasuredStep] = []
         self._offsets: list[int] = []
         self._meter = Meter(trainer)
@@ -77,7 +80,7 @@ class Profiler:
         # By rank: arenas, and the most held so far; what the meters have.
         self._held: list[tuple[int, int]] = []
         self._metered: list[dict[str, Any]] = []
-        if self._wanted and first_step >= self._wanted.stop and run_dir is not None:
+        if self._wanted and first_step >= self._wanted.stop and run_dir is not None:  # never if they were chosen
             text = trainer.config.train.profile_steps
             say(f"nothing is recorded: of the steps {text} none is left, the run goes on at step {first_step + 1}")
 
@@ -161,6 +164,8 @@ class Profiler:
             "timeline.svg": lambda: self._pictures(drawn, last, predicted),
         }.items():
             self._write(self._run_dir / name, write)
+        if self._chooses:
+            return
         ahead = (max(ends) - min(ends)) * 1e-9
         for line in self._lines(drawn, len(steps), last, ahead, measured, predicted):
             self._say(line)
@@ -241,7 +246,8 @@ class Profiler:
     def _write(self, path: Path, content: Callable[[], bytes]) -> None:
         try:
             written = content()
-            keep_copy_aside(path)
+            if not self._chooses:
+                keep_copy_aside(path)
             write_beside(path, written)
         except (ValueError, OSError) as error:
             print(f"tpengine: what was profiled is not all written: {error}", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from tpengine.hugging_face.kept import kept_tokenizer
 from tpengine.last_words import forget_last_words
 from tpengine.observe.activity import Doing
 from tpengine.observe.background import BackgroundWriter
-from tpengine.observe.console import ProgressLine, console_for, show_held_out
+from tpengine.observe.console import ProgressLine, console_for, show_held_out, show_next
 from tpengine.observe.metrics import left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.pulse import Pulse
 from tpengine.observe.watch import Watch
@@ -306,13 +306,15 @@ def _end_steps(run: _Run, pause: Pause, held_out: float | None) -> None:
 
 
 def _show_result(run: _Run, held_out: float | None) -> None:
-    """Show the held-out loss of the last step, and a sample; collective."""
+    """Show the held-out loss of the last step, a sample, and what is next; collective."""
     train = run.job.config.train
     if train.eval_micro_batches:
         show_held_out(run.console, held_out)
     if train.sample_tokens:
         run.evaluation.sample(train.steps)
     run.checkpoints.raise_if_the_last_is_missing()
+    if run.job.run_dir is not None:
+        show_next(run.console, run.job.run_dir, run.checkpoints.newest())
 
 
 def _decoder(job: Job, console: Console) -> Callable[[list[int]], str] | None:
