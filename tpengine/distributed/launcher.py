@@ -184,9 +184,7 @@ def _passing_on(pass_on: Callable[[int], None]) -> Iterator[None]:
         pass_on(number)
 
     before = {
-        number: signal.signal(number, handle)
-        for number in _PASSED_ON
-        if signal.getsignal(number) is not signal.SIG_IGN
+        number: signal.signal(number, handle) for number in _PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
         yield

@@ -174,9 +174,7 @@ class MetricsWriter:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             return
-        self._events = SummaryWriter(
-            str(self._path.parent), purge_step=None if num_steps is None else num_steps + 1
-        )
+        self._events = SummaryWriter(str(self._path.parent), purge_step=None if num_steps is None else num_steps + 1)
 
     def go_back(self, num_steps: int) -> None:
         """Keep the records of so many finished steps; later ones are removed, which the run repeats; rollbacks stay."""

@@ -469,7 +469,11 @@ def test_which_steps_must_be_said_rightly(text: str, remedy: str) -> None:
         validate(config, 1)
     message = str(error.value)
     remedy = remedy if text != "3" else "use 3:4"
-    assert message.startswith("train.profile_steps must be auto, or A:B") and message.endswith(remedy) and "\n" not in message
+    assert (
+        message.startswith("train.profile_steps must be auto, or A:B")
+        and message.endswith(remedy)
+        and "\n" not in message
+    )
     first, end = map(int, remedy.removeprefix("use ").split(":"))
     assert profiled_steps(replace(config, train=replace(config.train, profile_steps=f"{first}:{end}")))
 
