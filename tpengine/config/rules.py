@@ -116,8 +116,8 @@ def profiled_steps(config: Config) -> range:
         first = min(first if match else 3, steps - 1)
         end = min(max(end, first + 1), first + _MOST_PROFILED_STEPS, steps)
         raise ValueError(
-            f"train.profile_steps must be auto, or A:B, from A finished steps to B of {steps}, at most {_MOST_PROFILED_STEPS}: "
-            f"got {text!r}: use {first}:{end}"
+            f"train.profile_steps must be auto, or A:B, from A finished steps to B of {steps}, at most "
+            f"{_MOST_PROFILED_STEPS}: got {text!r}: use {first}:{end}"
         )
     return range(first, end)
 

@@ -1,4 +1,4 @@
-"""Which steps a run records by itself (train.profile_steps auto): a few after its warm-up, of one phase, within bounds."""
+"""Which steps a run records by itself (train.profile_steps auto): a few of one phase, after its warm-up."""
 
 from __future__ import annotations
 

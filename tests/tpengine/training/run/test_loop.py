@@ -1,4 +1,4 @@
-"""Rung: gloo ranks (one, in this process). The loop of a run: what follows a step belongs to the step's phase; its end."""
+"""Rung: gloo ranks (one, in this process). A run's loop: what follows a step is of the step's phase; its end."""
 
 from __future__ import annotations
 
