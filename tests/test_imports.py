@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
+import tpengine
+import tpengine.layers
+
 TORCH_FREE = [
     "tpengine",
     "tpengine.config",
@@ -86,6 +89,31 @@ def test_public_kernel_names_resolve() -> None:
         tpkernels.matmull  # noqa: B018
 
 
+NAMES_WITHOUT_TORCH = """
+import sys, tpengine
+assert "torch" not in sys.modules and not any(name.startswith("tpengine.") for name in sys.modules)
+tpengine.Config, tpengine.make_schedule, tpengine.__version__
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_engine_loads_what_is_asked_for() -> None:
+    done = subprocess.run([sys.executable, "-c", NAMES_WITHOUT_TORCH], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_of_the_engine_resolve_and_type_checkers_see_them() -> None:
+    for name in dir(tpengine):
+        assert getattr(tpengine, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Attentoin'"):
+        tpengine.Attentoin  # noqa: B018
+    # What type checkers read is what is loaded.
+    (block,) = (node for node in ast.parse(Path(tpengine.__file__).read_text()).body if isinstance(node, ast.If))
+    read = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert read == {name: f"tpengine.{module}" for name, module in tpengine._HOME.items()}
+    assert sorted(tpengine.__all__) == sorted(read) and set(tpengine.layers.__all__) < set(read)
+
+
 # Why each of them does is said in pyproject.toml, beside the contracts.
 IMPORT_LATE = {
     "tpengine/commands/certify/arguments.py",
@@ -104,6 +132,7 @@ IMPORT_LATE = {
     "benchmarks/kernels/cases/operators.py",
 }
 IMPORT_BY_NAME = {
+    "tpengine/__init__.py",
     "tpengine/distributed/rank_process.py",
     "kernels/tpkernels/__init__.py",
     "benchmarks/gpu/process/case.py",

@@ -123,7 +123,7 @@ def test_snippets_run(ranks: RankPool, tmp_path: Path, path: Path) -> None:
 
 def test_the_two_commands_stand_in_the_readme() -> None:
     commands = commands_in(TOP.read_text())
-    assert "pip install -c .ci/constraints.txt -e . && torchrun --nproc-per-node 4 -m tpengine.train" in commands
+    assert "pip install -c .ci/constraints.txt -e . && tpengine train --nproc 4" in commands
     assert "pip install -c .ci/constraints.txt -e '.[test]' && pytest" in commands
 
 

@@ -1,5 +1,5 @@
-"""Train a transformer: `torchrun --nproc-per-node 4 -m tpengine.train`, `srun python -m tpengine.train` under SLURM, or
-`python -m tpengine.train` for one process.
+"""Train a transformer: `tpengine train --nproc 4` on one host, `torchrun --nproc-per-node 8 -m tpengine.train` or
+`srun python -m tpengine.train` on several, or `tpengine train` for one process.
 
 Whatever a user can get wrong is found before a process group exists; hence torch is imported late. So is all else that
 takes time: an interrupt while the program is being loaded is one line as well.
@@ -69,12 +69,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     from tpengine.config import TrainConfig
     from tpengine.observe.watch import Watch
 
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    with exit_on_user_error(os.environ) as launch:
+        _start_ranks(launch, arguments)
     message = ""
     with exit_on_user_error(os.environ) as launch, Watch(launch.rank, Activity()) as watch:
         os.environ.update(launch.variables())  # what srun said in other words
         prepared, mistake = None, ""
         try:
-            prepared = _prepare(launch, sys.argv[1:] if argv is None else argv)
+            prepared = _prepare(launch, arguments)
         except ValueError as error:
             if not _others_must_be_told(launch):
                 raise
@@ -92,6 +95,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         leave(message, os.environ, speaks=launch.rank == 0, wait_seconds=seconds, is_known=True)
 
 
+def rank_main() -> None:
+    """Be a rank that --nproc has started."""
+    from tpengine.distributed.launcher import begin_rank
+
+    begin_rank()
+    main()
+
+
+def _start_ranks(launch: Launch, argv: Sequence[str]) -> None:
+    """With --nproc start that many ranks here, and leave with their code; do nothing in a process that is a rank.
+
+    Raises:
+        ValueError: a mistake on the command line, before any rank is started.
+        SystemExit: all have ended.
+    """
+    from tpengine.distributed.launcher import is_started, run_ranks_here, taken_nproc
+
+    if is_started(launch, os.environ):
+        return
+    num_ranks, others = taken_nproc(argv)
+    if num_ranks is not None:
+        from tpengine.commands.arguments import parse_config
+
+        parse_config(others, num_ranks)
+        raise SystemExit(run_ranks_here(num_ranks, "tpengine.train:rank_main", others))
+
+
 def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
     """Find whatever a user can get wrong and this rank can see.
 
@@ -104,8 +134,14 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
     from tpengine.commands.arguments import parse_config
     from tpengine.config import phases_of
     from tpengine.data import open_corpora
+    from tpengine.distributed.launcher import taken_nproc
     from tpengine.observe.wandb_run import check_wandb
 
+    if taken_nproc(argv)[0] is not None:
+        raise ValueError(
+            f"--nproc starts ranks, and this process is rank {launch.rank} of {launch.world_size} already: leave it "
+            "out, or start one process without torchrun or srun"
+        )
     config = parse_config(argv, launch.world_size)
     # Reading a text without a hash takes as long as the disk does; one rank of each host does it.
     phases = phases_of(config)
@@ -143,13 +179,15 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
 
 
 def _take_threads(config: Config, launch: Launch) -> int:
-    """Have torch, which is not yet loaded, compute with this rank's share of the host's cores.
+    """Have torch, which is not yet loaded, compute with this rank's share of the host's cores, and wait without them.
 
     Returns:
         The cores that are shared; 0 if the number of threads stays what it is.
     """
-    from tpengine.distributed.launch import environment_of_parent, num_cores, threads_of_rank
+    from tpengine.distributed.launch import environment_of_parent, num_cores, passive_waiting, threads_of_rank
 
+    # However many threads there are.
+    os.environ.update(passive_waiting(os.environ))
     # Exact mode computes with one thread; what a GPU computes needs none.
     if config.train.reduction == "exact" or config.device == "cuda":
         return 0

@@ -12,12 +12,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.programs import Running, finish_all, run_module, run_ranks
 from support.ranks.progress import run_program
 
+from tpengine import train
 from tpengine.checkpoint.index import read_index
 from tpengine.checkpoint.run.resume import checkpoints_of
 from tpengine.config import Config
@@ -85,7 +87,7 @@ def test_a_run_says_its_plan_and_leaves_its_files(tmp_path: Path, num_ranks: int
     assert done.stdout.count("MB per rank by the plan: weights ") == pp
 
     steps = records(tmp_path / "out")
-    assert [record["step"] for record in steps] == [0, 1, 2, 3]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
     assert {"loss", "grad_norm", "lr", "step_seconds", "tokens_per_second", "peak_memory_bytes"} <= set(steps[0])
     resolved = load_toml(tmp_path / "out" / "config.toml", Config())
     assert (resolved.parallel.tp, resolved.parallel.pp, resolved.parallel.dp) == sizes
@@ -305,7 +307,7 @@ def test_what_only_training_finds_is_one_line_too(tmp_path: Path) -> None:
 @pytest.mark.slow  # but always in CI: .ci/run names it
 def test_the_default_run_of_four_ranks_learns(tmp_path: Path) -> None:
     """The README's first command, whole: the mean training loss of the last 20 steps is below 1.9 nats."""
-    done = by_torchrun(4, "--device", "cpu", "--run-dir", "out", cwd=tmp_path)
+    done = run_module("tpengine.cli", "train", "--nproc", "4", "--device", "cpu", "--run-dir", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = [record["loss"] for record in records(tmp_path / "out")]
     assert sum(losses[-20:]) / 20 < 1.9
@@ -329,6 +331,59 @@ def test_an_interrupt_saves_the_run_and_says_how_to_go_on(tmp_path: Path) -> Non
     steps = len(records(tmp_path / "out"))
     saved = f"saved in out/checkpoints/step-{steps:08}; continue with --run-dir out --resume"
     assert end.stderr == f"tpengine: interrupted after step {steps} of 100000: {saved}\n"
+
+
+@pytest.mark.slow  # but always in CI: .ci/run names it
+def test_one_command_starts_its_ranks_and_an_interrupt_saves_them(tmp_path: Path) -> None:
+    """What the ranks and their ends are: distributed/test_launcher.py."""
+    long = ("--train.steps", "100000", "--train.checkpoint-every", "100000", "--run-dir", "out")
+    running = Running("tpengine.cli", "train", "--nproc", "2", *SMALL, *long, cwd=tmp_path)
+    running.wait_until(lambda running: "\nstep 1/" in running.said(), "the run makes no step")
+    running.send_signal(signal.SIGINT)
+    (end,) = finish_all(running)
+    assert end.returncode == 130 and "layout    tp 2 x pp 1 x dp 1 on cpu" in end.stdout, end.stderr
+    steps = len(records(tmp_path / "out"))
+    saved = f"saved in out/checkpoints/step-{steps:08}; continue with --run-dir out --resume"
+    assert end.stderr == f"tpengine: interrupted after step {steps} of 100000: {saved}\n"
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_others_which_say_so(tmp_path: Path) -> None:
+    running = Running("tpengine.cli", "train", "--nproc", "2", *SMALL, "--train.steps", "100000", cwd=tmp_path)
+    running.wait_until(lambda running: "\nstep 1/" in running.said(), "the run makes no step")
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    (rank,) = (pid for pid in children if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(int(rank), signal.SIGKILL)
+    (end,) = finish_all(running)
+    died, reported = sorted(end.stderr.splitlines(), key=lambda line: "rank 0 ends" in line)
+    assert (end.returncode, died) == (70, "tpengine: rank 1 was ended by SIGKILL: the other ranks end too")
+    assert reported.startswith("tpengine: rank 0 ends: ") and "waiting for rank 1 (" in reported
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--nproc", "2", "--model.num-heads", "5"), "hidden_size must be"),
+        (("--nproc", "0"), "--nproc must be the number of processes to start on this host, 1 to 256: got 0"),
+    ],
+)
+def test_a_mistake_is_said_before_any_rank_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: Any, message: str
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(SystemExit) as end:
+        train.main([*SMALL, *given, "--run-dir", str(tmp_path / "out")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert end.value.code == 2 and line.startswith("tpengine: error: ") and message in line
+
+
+def test_ranks_that_torchrun_has_started_start_no_ranks(tmp_path: Path) -> None:
+    ends = run_ranks(2, "tpengine.train", *SMALL, "--nproc", "2", cwd=tmp_path)
+    assert [done.returncode for done in ends] == [2, 2]
+    (line,) = [line for done in ends for line in done.stderr.splitlines()]
+    assert line.startswith("tpengine: error: --nproc starts ranks, and this process is rank 0 of 2 already: leave it")
 
 
 def test_help_ends_well(tmp_path: Path) -> None:

@@ -33,10 +33,11 @@ from tpengine.last_words import USER_ERROR, one_line, say, tell_torchrun
 # The numbers of an architecture come from its config.json: they have no flags.
 tyro.conf.configure(tyro.conf.Suppress)(ModelDetails)
 
-PROGRAM = "python -m tpengine.train"
+PROGRAM = "tpengine train"
 
-_DESCRIPTION = f"""Train a transformer on as many processes as torchrun starts.
+_DESCRIPTION = f"""Train a transformer on --nproc processes of this host, or on as many as torchrun or srun starts.
 
+--nproc N            start N processes here; without it this is the only one
 --preset NAME        start from a named run: {", ".join(PRESETS)}
 --config FILE.toml   then apply a file, such as the config.toml of an earlier run
 

@@ -6,6 +6,7 @@ details.py       what an architecture adds to the sizes of a model, out of its c
 rules.py         which values are legal, and how sizes that were left out are filled in
 spikes.py        what is done about a step that leaps, and what counts as one
 phases.py        the phases of a run: their steps, their settings, where their samples begin
+step_numbers.py  how files and lines count steps
 toml.py          a configuration written as TOML and read back
 presets.py       named runs
 exact_sizes.py   how exact mode cuts model and batch, independently of the layout

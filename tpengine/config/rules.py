@@ -101,13 +101,13 @@ def schedule_of(config: Config) -> Schedule:
 
 
 def profiled_steps(config: Config) -> range:
-    """Return the steps that train.profile_steps says to record.
+    """Return the steps that train.profile_steps says to record, from 0; none where the run chooses them (auto).
 
     Raises:
-        ValueError: the text is neither empty nor A:B with 0 <= A < B <= steps.
+        ValueError: the text is neither empty nor auto nor A:B with 0 <= A < B <= steps.
     """
     text, steps = config.train.profile_steps, config.train.steps
-    if not text:
+    if text in ("", "auto"):
         return range(0)
     match = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text)
     first, end = map(int, match.groups()) if match else (0, 0)
@@ -116,8 +116,8 @@ def profiled_steps(config: Config) -> range:
         first = min(first if match else 3, steps - 1)
         end = min(max(end, first + 1), first + _MOST_PROFILED_STEPS, steps)
         raise ValueError(
-            f"train.profile_steps must be A:B, for steps A to B-1 of 0 to {steps - 1}, at most {_MOST_PROFILED_STEPS}: "
-            f"got {text!r}: use {first}:{end}"
+            f"train.profile_steps must be auto, or A:B, from A finished steps to B of {steps}, at most "
+            f"{_MOST_PROFILED_STEPS}: got {text!r}: use {first}:{end}"
         )
     return range(first, end)
 

@@ -112,9 +112,10 @@ class TrainConfig:
     """Micro-batches per step and data-parallel replica."""
     steps: int = 250
     """Optimizer steps."""
-    profile_steps: str = ""
-    """Steps to record, as A:B for steps A to B-1, counted from 0. Timelines, their figures, and the costs to predict
-    other schedules from are written to the run directory. Empty records none."""
+    profile_steps: str = "auto"
+    """Steps to record, as A:B for those after A finished steps until B are: `tpengine diagnose` then says why a step
+    takes as long as it does. Timelines, and the costs to predict other schedules from, are written to the run
+    directory. auto records 8 once a run has warmed up; empty records none."""
     seed: int = 0
     """Seed of initial weights, data order, dropout and sampling."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"

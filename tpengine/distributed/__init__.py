@@ -1,5 +1,6 @@
 """Processes: how ranks start, meet, form groups and agree.
 
+launcher.py                      the ranks of a run, started on this host by one command; no torch
 launch.py                        rank and number of processes, from the environment of torchrun or srun; no torch
 meeting.py                       how ranks meet before there is a process group
 process.py                       device, backend, start and end of one process

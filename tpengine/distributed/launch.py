@@ -12,6 +12,10 @@ from pathlib import Path
 
 # Range of the ports chosen for SLURM's job steps: below those that Linux assigns by itself.
 _FIRST_PORT, _NUM_PORTS = 15000, 10000
+# Set for the ranks that `tpengine train --nproc` starts: the process that did.
+STARTED = "TPENGINE_STARTED_BY"
+# How OpenMP's threads wait: of all libraries, of GNU's, of LLVM's and Intel's.
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,8 @@ class Launch:
         local_rank, local_world_size: on this node.
         address, port: where the processes meet: on rank 0's host, unless torchrun's agent keeps the store. Empty and 0
             for one process.
-        run: identifies this run, the same on all ranks: torchrun's run id, or the SLURM job step if that chose the
-            port; empty if neither is known.
+        run: identifies this run, the same on all ranks: torchrun's run id, the process that has started all ranks, or
+            the SLURM job step if that chose the port; empty if none is known.
     """
 
     rank: int
@@ -76,6 +80,8 @@ class Launch:
         run = f"SLURM's step {_step_name(environ)}" if step and not environ.get("MASTER_PORT") else ""
         if "TORCHELASTIC_RUN_ID" in environ:
             run = f"torchrun's run {environ['TORCHELASTIC_RUN_ID']}"
+        elif STARTED in environ:
+            run = f"the run of process {environ[STARTED]}"
         return cls(rank, world_size, local_rank, local_world_size, address, int(port), run)
 
     def variables(self) -> dict[str, str]:
@@ -235,6 +241,21 @@ def threads_of_rank(
     if per_task.isdecimal() and "TORCHELASTIC_RUN_ID" not in environ and "SLURM_STEP_NUM_TASKS" in environ:
         return max(1, min(cores, int(per_task)))
     return max(1, cores // launch.local_world_size)
+
+
+def passive_waiting(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which OpenMP's threads sleep while they wait for each other; set them before torch loads.
+
+    By default they spin. Where another process has one of their cores, all others then burn theirs until it comes back,
+    after every parallel region: a step takes tens of times as long as it computes.
+
+    Args: environ: of this process.
+    Returns: nothing if the user has set how threads wait.
+    """
+    if any(name in environ for name in _WAITING):
+        return {}
+    # LLVM's and Intel's threads spin for 200 ms first, also if they are told to be passive.
+    return {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 
 
 def environment_of_parent() -> dict[str, str] | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tpengine.distributed.launch import passive_waiting
 from tpengine.distributed.loopback import loopback_variables
 
 THREADS_PER_RANK = 1
@@ -57,7 +58,8 @@ class Ranks:
         store = str(Path(self._directory.name) / "store")
         context = multiprocessing.get_context("spawn")
         try:
-            with _environment(OMP_NUM_THREADS=str(THREADS_PER_RANK), **loopback_variables(os.environ)):
+            variables = loopback_variables(os.environ) | passive_waiting(os.environ)
+            with _environment(OMP_NUM_THREADS=str(THREADS_PER_RANK), **variables):
                 for rank in range(world):
                     ours, theirs = context.Pipe()
                     work = (theirs, rank, world, store, factory, args)

@@ -39,9 +39,9 @@ class BackgroundWriter:
         """As MetricsWriter.complete, once the rows before are written."""
         self._put(partial(self._writer.complete, step, found))
 
-    def go_back(self, step: int) -> None:
+    def go_back(self, num_steps: int) -> None:
         """As MetricsWriter.go_back, once the rows before are written."""
-        self._put(partial(self._writer.go_back, step))
+        self._put(partial(self._writer.go_back, num_steps))
 
     def flush(self) -> None:
         """Wait until everything so far is written."""

@@ -27,7 +27,7 @@ _LANE_THREADS = 1000
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step of a rank: its number, its record, and the rank's part of the measured timeline."""
+    """A step of a rank: its number, from 1; its record, and the rank's part of the measured timeline."""
 
     step: int
     record: RankRecord

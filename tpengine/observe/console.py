@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from tpengine.config import Config, Phase, Phases, num_blocks, shards_said
 from tpengine.layout.parameters import num_parameters
 from tpengine.layout.step_plan import Layout
+from tpengine.observe.pace import Pace
 from tpengine.plan import Kind, Plan, clock
 from tpengine.simulate.machine import machine_on
 from tpengine.simulate.modelled.costs import bytes_per_rank
@@ -152,7 +153,7 @@ class ProgressLine:
     def __init__(self, console: Console, num_steps: int, first_step: int = 0) -> None:
         self._console, self._num_steps, self._first = console, num_steps, first_step
         self._every = max(1, num_steps // _PLAIN_LINES)
-        self._begin = time.perf_counter()
+        self._pace = Pace()
         self._done, self._figures, self._held_out = first_step, "", ""
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_ROWS)
         self._progress: Progress | None = None
@@ -162,11 +163,10 @@ class ProgressLine:
                 TextColumn("step {task.completed}/{task.total}"),
                 BarColumn(),
                 TextColumn("{task.fields[figures]}"),
-                TextColumn("left"),
-                TimeRemainingColumn(),
+                TextColumn("{task.fields[left]}"),
                 console=console,
             )
-            self._task = self._progress.add_task("train", total=num_steps, completed=first_step, figures="")
+            self._task = self._progress.add_task("train", total=num_steps, completed=first_step, figures="", left="")
 
     def __enter__(self) -> ProgressLine:
         if self._progress is not None:
@@ -179,36 +179,44 @@ class ProgressLine:
 
     def update(self, record: dict[str, Any]) -> None:
         """Show a finished step; `record` is a metrics.step_record."""
-        self._done = record["step"] + 1
+        self._done = record["step"]
         if record.get("left_out"):
             self._figures = "left out, as it was skipped before"
         else:
             self._figures = self._figures_of(record)
+        self._pace.add(record)
         if self._progress is None and (
             self._done % self._every == 0 or self._done in (self._first + 1, self._num_steps)
         ):
-            each = (time.perf_counter() - self._begin) / (self._done - self._first)
-            left = each * (self._num_steps - self._done)
-            line = f"step {self._done}/{self._num_steps}  {self._figures}{self._held_out}  {left:.0f} s left"
-            self._console.print(line, highlight=False)
+            line = f"step {self._done}/{self._num_steps}  {self._figures}  {self._left()}"
+            self._console.print(line.rstrip(), highlight=False)
         self._show()
+
+    def _left(self) -> str:
+        return self._pace.left(self._num_steps - self._done)
 
     def go_back(self, num_steps: int) -> None:
         """Go on from an earlier step."""
-        self._first, self._done, self._begin, self._held_out = num_steps, num_steps, time.perf_counter(), ""
+        self._first, self._done, self._held_out = num_steps, num_steps, ""
         self._recent.clear()
         self._show()
 
     def evaluated(self, loss: float) -> None:
-        """Show the held-out loss that follows the step that was shown last; it stays until the next one."""
-        self._held_out = f"  held-out {loss:.4f} (step {self._done})"
-        if self._progress is None:
+        """Show the held-out loss that follows the step that was shown last.
+
+        It is said once: in a line, or in the progress line until the next one. That of the last step is the run's
+        result, which `show_held_out` says.
+        """
+        is_last = self._done == self._num_steps
+        self._held_out = "" if is_last else f"  held-out {loss:.4f} (step {self._done})"
+        if self._progress is None and not is_last:
             self._console.print(f"step {self._done}/{self._num_steps}  held-out loss {loss:.4f}", highlight=False)
         self._show()
 
     def _show(self) -> None:
         if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=self._done, figures=self._figures + self._held_out)
+            figures = self._figures + self._held_out
+            self._progress.update(self._task, completed=self._done, figures=figures, left=self._left())
 
     def _figures_of(self, record: dict[str, Any]) -> str:
         """Return a step's figures; tokens per second are over the wall time of the last rows."""
@@ -232,6 +240,22 @@ def show_held_out(console: Console, loss: float | None) -> None:
     """Print the held-out loss of the end."""
     none = "held-out loss: none, no target of the held-out text is valid"
     console.print(none if loss is None else f"held-out loss {loss:.4f} nats", highlight=False)
+
+
+def show_next(console: Console, run_dir: Path, saved: Path | None) -> None:
+    """Print where a run that has ended left its weights, and what can be asked of it.
+
+    Args: run_dir: of the run. saved: its last checkpoint; None if it saves none.
+    """
+    given = shlex.quote(str(run_dir))
+    lines = [f"the run is in {run_dir}, and saves no checkpoint" if saved is None else f"saved in {saved}"]
+    if saved is not None:
+        lines.append(f"tpengine generate {given} --prompt TEXT    what its model says")
+    lines.append(f"tpengine watch {given}    what it has reported, drawn")
+    if (run_dir / "profile.json").exists():
+        lines.append(f"tpengine diagnose {given}    why its steps take as long as they do")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def show_sample(console: Console, prompt: str, text: str) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tpengine.config import Config
+from tpengine.config.step_numbers import first_of_rows
 from tpengine.files import keep_aside, write_beside
 from tpengine.layout.flops import step_flops
 from tpengine.observe.wandb_run import WandbRun
@@ -82,7 +83,7 @@ def step_record(
     """Return one line of metrics.jsonl.
 
     Args:
-        step: 0-based.
+        step: from 0; the row has the number of finished steps (config/step_numbers.py).
         loss: nats per valid target of the global step.
         grad_norm: before clipping.
         step_seconds, peak_memory_bytes: largest over ranks.
@@ -108,7 +109,7 @@ def step_record(
     world_size = parallel.tp * parallel.pp * parallel.dp
     tokens = train.micro_batch_size * train.seq_len * train.num_micro_batches * parallel.dp
     record: dict[str, Any] = {
-        "step": step,
+        "step": step + 1,
         "loss": loss,
         "grad_norm": grad_norm,
         "lr": lr,
@@ -136,8 +137,8 @@ def step_record(
 
 
 def left_out_record(step: int, skipped_steps: int) -> dict[str, Any]:
-    """Return the line of a step that was skipped before the run was restarted, and is not computed again."""
-    return {"step": step, "skipped": True, "left_out": True, "skipped_steps": skipped_steps}
+    """Return the line of a step, from 0, that was skipped before the run was restarted, and is not computed again."""
+    return {"step": step + 1, "skipped": True, "left_out": True, "skipped_steps": skipped_steps}
 
 
 class MetricsWriter:
@@ -145,8 +146,8 @@ class MetricsWriter:
 
     Args:
         run_dir: existing directory. A metrics.jsonl that is already there is kept as metrics.<n>.jsonl.
-        first_step: for a run that continues: records before this step stay, the others are removed, because the run
-            repeats these steps. None for a new run.
+        num_steps: for a run that continues: records of so many finished steps stay, the others are removed, because
+            the run repeats these steps. None for a new run.
         wandb: takes the records too; None for nobody.
 
     Attributes:
@@ -154,35 +155,35 @@ class MetricsWriter:
         tensorboard: whether events are written.
     """
 
-    def __init__(self, run_dir: Path, first_step: int | None = None, wandb: WandbRun | None = None) -> None:
+    def __init__(self, run_dir: Path, num_steps: int | None = None, wandb: WandbRun | None = None) -> None:
         self._wandb = wandb
         path = run_dir / "metrics.jsonl"
-        if first_step is None:
+        if num_steps is None:
             self.kept = keep_aside(path)
         else:
             self.kept = None
-            _keep_records_before(path, first_step)
+            _keep_records_until(path, num_steps)
         self._path, self._has_failed = path, False
-        self._open(first_step)
+        self._open(num_steps)
         self.tensorboard = self._events is not None
 
-    def _open(self, first_step: int | None) -> None:
+    def _open(self, num_steps: int | None) -> None:
         self._file = self._path.open("a", buffering=1)
         self._events: Any = None
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             return
-        self._events = SummaryWriter(str(self._path.parent), purge_step=first_step)
+        self._events = SummaryWriter(str(self._path.parent), purge_step=None if num_steps is None else num_steps + 1)
 
-    def go_back(self, step: int) -> None:
-        """Remove the records of `step` and later, which the run repeats; rollbacks stay."""
+    def go_back(self, num_steps: int) -> None:
+        """Keep the records of so many finished steps; later ones are removed, which the run repeats; rollbacks stay."""
         self._close_files()
         try:
-            _keep_records_before(self._path, step)
+            _keep_records_until(self._path, num_steps)
         except OSError as error:
             self._say_failure(error)
-        self._open(step)
+        self._open(num_steps)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record; when this returns, the file is complete up to it. JSON has no NaN: null is written.
@@ -271,16 +272,20 @@ def _complete_last_row(path: Path, step: int, found: dict[str, float | None]) ->
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _keep_records_before(path: Path, step: int) -> None:
-    """Remove the records of `step` and later but for rollbacks, and a last line that a kill has cut."""
+def _keep_records_until(path: Path, num_steps: int) -> None:
+    """Keep the records of so many finished steps, and rollbacks; a last line that a kill has cut goes, too.
+
+    Rows of an earlier version are numbered as others are (config/step_numbers.py).
+    """
     if not path.exists():
         return
-    kept = []
+    rows = []
     for line in path.read_text(errors="replace").splitlines():
-        try:
+        with contextlib.suppress(ValueError):
             row = json.loads(line)
-            if row["step"] < step or row.get("event") == "rollback":
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-    write_beside(path, "".join(kept).encode())
+            if isinstance(row, dict) and type(row.get("step")) is int:
+                rows.append(row)
+    first = first_of_rows(rows)
+    kept = [{**row, "step": row["step"] + 1 - first} for row in rows]
+    kept = [row for row in kept if row["step"] <= num_steps or row.get("event") == "rollback"]
+    write_beside(path, "".join(json.dumps(row) + "\n" for row in kept).encode())

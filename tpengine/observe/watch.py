@@ -5,7 +5,7 @@ collective ends, which may be never. But the interpreter's C handler writes the 
 (signal.set_wakeup_fd), and a daemon thread reads the pipe. Three things can happen; each prints one line of its own:
 
     a request to stop    SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 (SLURM's notice of preemption), or the end of the
-                         torchrun that started this rank. It is stored in `stop`; the training loop saves at the end of
+                         process that started the ranks. It is stored in `stop`; the training loop saves at the end of
                          its step and leaves.
     no way to continue   after a request no rank made progress for a while (pulse.py), so a peer is gone (torchrun sends
                          SIGTERM to the others as soon as one rank has died). The rank prints what it was doing, and
@@ -31,6 +31,7 @@ from typing import NoReturn
 
 from tpkernels.symmetric.signals import waits_for_peer
 
+from tpengine.distributed.launch import STARTED
 from tpengine.last_words import RANK_FAILED, one_line, say
 from tpengine.observe.activity import Activity, Doing
 from tpengine.observe.pulse import Pulse
@@ -74,7 +75,8 @@ class Watch:
             seen to wait for no peer's memory; may raise, and may block.
         pulse: knows when some rank last made progress, after a request to stop; None for one process.
         computes_on_cores: whether CPU time shows that this rank computes; not if it waits for a GPU.
-        parent: the process of the torchrun that started this rank, whose end is a request to stop; None without one.
+        parent: the process that started this rank and its like (torchrun, or `tpengine train --nproc`), whose end is a
+            request to stop; None without one.
         parting: end of rank 0's line when an interrupt ends it at once, once nothing is lost by that: which checkpoint
             is left.
     """
@@ -106,7 +108,7 @@ class Watch:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP, and it stays ignored
                 self._handlers[number] = signal.signal(number, lambda *_: None)
         self._previous_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.parent = os.getppid() if os.environ.keys() & {"TORCHELASTIC_RUN_ID", STARTED} else None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tpengine-watch", daemon=True)
         self._thread.start()
@@ -149,6 +151,8 @@ class Watch:
 
     def _torchrun_kills(self) -> bool:
         """Whether torchrun passes on the signal that this rank has heard, and so kills what is left 30 s later."""
+        if STARTED in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+            return False  # who started this rank waits for as long as it takes
         passes_on = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", _PASSED_ON).split(",")
         return signal.Signals(self.stop).name in passes_on
 
@@ -190,7 +194,7 @@ class Watch:
                         self.hear(number)
             if self.parent is not None and os.getppid() != self.parent:
                 self.parent = None
-                self.hear(signal.SIGTERM)  # torchrun is gone, so no further signal will be passed on
+                self.hear(signal.SIGTERM)  # who started the ranks is gone, so no further signal will be passed on
             self._look_at_the_main_thread()
             self.look_at_the_clock()
 

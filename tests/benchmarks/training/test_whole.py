@@ -32,7 +32,7 @@ def runs(loss_of_on: float) -> Any:
         rows: list[dict[str, float]] = []
         for step in range(options.steps):
             evaluated = rows[-1].get("evaluation_seconds", 0.0) if rows else 0.0
-            rows.append({"step": step, "loss": loss_of_on, "wall_seconds": 2.0 + evaluated})
+            rows.append({"step": step + 1, "loss": loss_of_on, "wall_seconds": 2.0 + evaluated})
             if step % 2:
                 rows[-1]["evaluation_seconds"] = 3.0
         (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -136,7 +136,7 @@ def write_run(run_dir: Path, config: Config, truth: Truth, residency: Residency 
     with (run_dir / "metrics.jsonl").open("w") as metrics:
         for step in range(30):
             differs = (step % 5 - 2) / 2 * truth.jitter / 100
-            metrics.write(json.dumps({"step": step, "step_seconds": seconds * (1.0 + differs)}) + "\n")
+            metrics.write(json.dumps({"step": step + 1, "step_seconds": seconds * (1.0 + differs)}) + "\n")
     return run_dir
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tpengine.distributed.launch import Launch, num_cores, threads_of_rank
+from tpengine.distributed.launch import Launch, num_cores, passive_waiting, threads_of_rank
 
 BY_HAND = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
 # The second task of the second node of `srun -N 3 --ntasks 8`, three tasks on each of the first two.
@@ -141,6 +141,35 @@ def test_a_rank_takes_its_share_of_the_cores_unless_the_user_says_otherwise(
     launch: Launch, environ: dict[str, str], parents: dict[str, str] | None, threads: int | None
 ) -> None:
     assert threads_of_rank(launch, environ, parents, 64) == threads
+
+
+def test_threads_sleep_while_they_wait_unless_the_user_has_said_how_they_wait() -> None:
+    assert passive_waiting({"OMP_NUM_THREADS": "4"}) == {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+    for given in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY"):
+        assert passive_waiting({given: "any"}) == {}
+
+
+BEFORE_TORCH = """
+import os, sys, tpengine.train
+take = tpengine.train._take_threads
+def taken(*arguments):
+    take(*arguments)
+    sys.exit(f"{'torch' in sys.modules} {os.environ['OMP_WAIT_POLICY']}")
+tpengine.train._take_threads = taken
+tpengine.train.main(["--device", "cpu"])
+"""
+
+
+@pytest.mark.parametrize(("given", "wanted"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
+def test_a_run_says_how_threads_wait_before_torch_starts_them(
+    tmp_path: Path, given: dict[str, str], wanted: str
+) -> None:
+    """One process beside two busy ones took 25 to 47 times as long: its threads spun."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "KMP_BLOCKTIME")}
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE_TORCH], capture_output=True, text=True, env={**environ, **given}, cwd=tmp_path
+    )
+    assert done.stderr == f"False {wanted}\n"
 
 
 def test_the_environment_of_a_parent_is_the_one_it_was_started_with() -> None:

@@ -37,8 +37,8 @@ class Member:
         self._sum += number
         return self._sum
 
-    def process(self) -> tuple[int, int, str]:
-        return os.getpid(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+    def process(self) -> tuple[int, int, str, str]:
+        return os.getpid(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], os.environ["OMP_WAIT_POLICY"]
 
     def fail_on_last(self, how: str) -> None:
         """The last rank fails; the others wait for it."""
@@ -64,18 +64,20 @@ def test_ranks_keep_their_object_and_answer_by_rank() -> None:
         assert ranks.call("add", 5) == [15, 16, 17]
         assert ranks.call("add", 1) == [16, 17, 18]
         processes = ranks.call("process")
-    assert len({pid for pid, _, _ in processes} | {os.getpid()}) == 4
-    for pid, _, _ in processes:
+    assert len({pid for pid, *_ in processes} | {os.getpid()}) == 4
+    for pid, *_ in processes:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
 
 def test_a_rank_has_one_thread_and_the_parent_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    for name in ("OMP_WAIT_POLICY", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
     with Ranks(1, MEMBER, 10) as ranks:
-        assert os.environ["OMP_NUM_THREADS"] == "7"
-        ((_, threads, variable),) = ranks.call("process")
-    assert (threads, variable) == (1, "1")
+        assert os.environ["OMP_NUM_THREADS"] == "7" and "OMP_WAIT_POLICY" not in os.environ
+        ((_, threads, variable, waiting),) = ranks.call("process")
+    assert (threads, variable, waiting) == (1, "1", "PASSIVE")
 
 
 @pytest.mark.usefixtures("forked")
@@ -84,7 +86,7 @@ def test_leaving_by_an_exception_ends_the_ranks_and_removes_their_store(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(KeyboardInterrupt), Ranks(1, MEMBER, 0) as ranks:
-        ((pid, _, _),) = ranks.call("process")
+        ((pid, *_),) = ranks.call("process")
         assert [path.name[:15] for path in tmp_path.iterdir()] == ["tpengine-ranks-"]
         raise KeyboardInterrupt
     with pytest.raises(ProcessLookupError):
@@ -99,7 +101,7 @@ def test_leaving_by_an_exception_ends_the_ranks_and_removes_their_store(
 )
 def test_one_ranks_failure_ends_all_though_the_other_waits_for_it(how: str, message: str) -> None:
     with Ranks(2, MEMBER, 0) as ranks:
-        ((pid, _, _), _) = ranks.call("process")
+        ((pid, *_), _) = ranks.call("process")
         with pytest.raises(RanksFailed, match=message):
             ranks.call("fail_on_last", how)
         with pytest.raises(ProcessLookupError):

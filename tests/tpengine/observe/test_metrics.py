@@ -60,7 +60,7 @@ def test_a_record_has_every_field_unrounded() -> None:
         step_seconds=0.5,
         peak_memory_bytes=7,
     )
-    assert record["loss"] == 1.23456789012
+    assert (record["step"], record["loss"]) == (4, 1.23456789012)
     assert record["tokens_per_second"] == 2 * 64 / 0.5
     assert record["model_flops_per_second"] == step_flops(CONFIG, causal_half=False) / 0.5
     assert set(record) == {
@@ -88,17 +88,17 @@ def test_a_row_has_the_bubble_of_a_pipeline_and_a_leap_is_an_event() -> None:
 
 def test_a_writer_goes_back_and_keeps_rollbacks(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
-    for step in range(4):
+    for step in range(1, 5):
         writer.write({"step": step, "loss": 1.0})
-    writer.write({"step": 3, "event": "skip", "spike_loss": math.nan})
+    writer.write({"step": 4, "event": "skip", "spike_loss": math.nan})
     writer.go_back(2)
-    writer.write({"step": 5, "event": "rollback", "to": 2})
-    writer.write({"step": 2, "loss": 0.5})
+    writer.write({"step": 6, "event": "rollback", "to": 2})
+    writer.write({"step": 3, "loss": 0.5})
     writer.close()
     again = MetricsWriter(tmp_path, 1)
     again.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows == [{"step": 0, "loss": 1.0}, {"step": 5, "event": "rollback", "to": 2}]
+    assert rows == [{"step": 1, "loss": 1.0}, {"step": 6, "event": "rollback", "to": 2}]
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_peaks_are_told_by_the_devices_name(name: str, dtype: str, peak: float |
 
 def test_the_writer_appends_lines_and_keeps_an_earlier_file(tmp_path: Path) -> None:
     first = MetricsWriter(tmp_path)
-    first.write({"step": 0, "loss": 1.5})
-    first.write({"step": 1, "loss": 1.25})
+    first.write({"step": 1, "loss": 1.5})
+    first.write({"step": 2, "loss": 1.25})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()  # before close: nothing is lost by a crash
     assert [json.loads(line)["loss"] for line in lines] == [1.5, 1.25]
     first.close()
@@ -146,15 +146,16 @@ def test_flops_scale_with_the_batch(half: bool) -> None:
     assert step_flops(double, causal_half=half) == 2 * step_flops(CONFIG, causal_half=half)
 
 
-def test_records_of_a_resumed_run_follow_those_before_it(tmp_path: Path) -> None:
-    """What it repeats goes, and so does a line that a kill has cut."""
-    lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(5)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "lo')
-    writer = MetricsWriter(tmp_path, first_step=3)
-    writer.write({"step": 3, "loss": 2.0})
+@pytest.mark.parametrize("first", [1, 0])
+def test_records_of_a_resumed_run_follow_those_before_it(tmp_path: Path, first: int) -> None:
+    """What it repeats goes, and so does a line that a kill has cut. Earlier versions counted steps from 0."""
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in range(first, first + 5)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 6, "lo')
+    writer = MetricsWriter(tmp_path, num_steps=3)
+    writer.write({"step": 4, "loss": 2.0})
     writer.close()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(record["step"], record["loss"]) for record in records] == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)]
+    assert [(record["step"], record["loss"]) for record in records] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
     assert writer.kept is None and not (tmp_path / "metrics.1.jsonl").exists()
 
 
@@ -174,19 +175,19 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path, capsys: pytes
 def test_a_row_is_completed_in_place(tmp_path: Path) -> None:
     """The row is whole before, too: a run that dies while it is evaluated has it. Nothing stands in it twice."""
     writer = MetricsWriter(tmp_path)
-    for step in range(2):
+    for step in (1, 2):
         writer.write({"step": step, "loss": 1.5})
-    writer.complete(1, {"held_out_loss": 2.5})
-    writer.complete(1, {"held_out_loss": 3.5})
-    writer.complete(0, {"held_out_loss": 4.5})
-    writer.write({"step": 2, "loss": 1.25})
-    writer.complete(2, {"held_out_loss": math.inf})
+    writer.complete(2, {"held_out_loss": 2.5})
+    writer.complete(2, {"held_out_loss": 3.5})
+    writer.complete(1, {"held_out_loss": 4.5})
+    writer.write({"step": 3, "loss": 1.25})
+    writer.complete(3, {"held_out_loss": math.inf})
     writer.close()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert records == [
-        {"step": 0, "loss": 1.5},
-        {"step": 1, "loss": 1.5, "held_out_loss": 2.5},
-        {"step": 2, "loss": 1.25, "held_out_loss": None},
+        {"step": 1, "loss": 1.5},
+        {"step": 2, "loss": 1.5, "held_out_loss": 2.5},
+        {"step": 3, "loss": 1.25, "held_out_loss": None},
     ]
 
 

@@ -116,7 +116,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run_dir: Path, damage:
     assert checkpoints_of(run_dir).steps() == [4, 5]
     assert contents(newest.with_name("step-00000004.damaged")) == kept
     records = (run_dir / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(record)["step"] for record in records] == [0, 1, 2, 3, 4]
+    assert [json.loads(record)["step"] for record in records] == [1, 2, 3, 4, 5]
 
 
 def test_a_run_without_a_whole_checkpoint_is_one_line(run_dir: Path) -> None:

@@ -183,7 +183,7 @@ def test_a_restart_gets_past_a_damaged_checkpoint(tmp_path: Path) -> None:
     assert re.findall(pattern, errors, re.MULTILINE) == [("00000004", "00000002", "step-00000004.damaged")]
     assert (out / "checkpoints/step-00000004.damaged").is_dir()
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(7)) and checkpoints_of(out).steps() == [2, 4, 6, 7]
+    assert steps == list(range(1, 8)) and checkpoints_of(out).steps() == [2, 4, 6, 7]
 
 
 def documented_restart(readme: Path, values: dict[str, str]) -> tuple[dict[str, str], list[str]]:

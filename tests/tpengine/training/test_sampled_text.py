@@ -22,7 +22,7 @@ SMALL = (
 
 def sample_of(output: str) -> str:
     """What stands behind the held-out loss: prompt and sample."""
-    return output.split("sample, continuing ")[1].rstrip("\n")
+    return output.split("sample, continuing ")[1].split("\nsaved in ")[0]
 
 
 @pytest.mark.parametrize("kind", ["llama3", "unigram"])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tpengine.config import Config, phases_of, validate_run
+from tpengine.config.step_numbers import first_of_rows
 from tpengine.config.toml import load_toml
 from tpengine.layout.phase_layouts import phase_layouts
 from tpengine.layout.step_plan import Layout, training_plan
@@ -138,7 +139,7 @@ def _check_same(run_dir: Path, config: Config, layout: Layout, plan: Plan, profi
 
 
 def _read_metrics(path: Path) -> dict[int, float]:
-    """Return seconds by step; of a step that the run repeated, the newest."""
+    """Return seconds by step, from 0; of a step that the run repeated, the newest."""
     try:
         if path.stat().st_size > _MAX_METRICS_BYTES:
             raise ValueError(f"a diagnosis needs the metrics.jsonl of a run: {path}: it has more than 1 GB: cut it")
@@ -147,12 +148,10 @@ def _read_metrics(path: Path) -> dict[int, float]:
         raise ValueError(
             f"a diagnosis needs the metrics.jsonl of a run: {path}: {error.strerror}: give the directory of the run"
         ) from None
-    found: dict[int, float] = {}
-    for line in lines:
-        # A kill may cut the last line, and a step that was left out has no time.
-        step, seconds = _step_and_seconds(line)
-        if seconds > 0.0:
-            found[step] = seconds
+    # A kill may cut the last line, and a step that was left out has no time.
+    rows = [row for row in map(_row, lines) if row is not None]
+    first = first_of_rows(rows)
+    found = {row["step"] - first: float(row["step_seconds"]) for row in rows}
     if not found:
         raise ValueError(
             f"a diagnosis needs the metrics.jsonl of a run: {path}: it has no step with step_seconds: let the run take "
@@ -161,14 +160,15 @@ def _read_metrics(path: Path) -> dict[int, float]:
     return found
 
 
-def _step_and_seconds(line: str) -> tuple[int, float]:
+def _row(line: str) -> dict[str, Any] | None:
+    """Return a row that has a step and its time; None of anything else."""
     try:
-        record: Any = json.loads(line)
-        step, seconds = record["step"], record["step_seconds"]
+        row: Any = json.loads(line)
+        step, seconds = row["step"], row["step_seconds"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return 0, 0.0
+        return None
     is_number = type(step) is int and type(seconds) in (int, float) and math.isfinite(seconds)
-    return (step, float(seconds)) if is_number else (0, 0.0)
+    return row if is_number and seconds > 0.0 else None
 
 
 def _short(value: Any) -> str:

@@ -100,7 +100,7 @@ class Diagnosis:
         evidence, baseline = self.baseline.evidence, self.baseline
         layout, profile = evidence.layout, evidence.profile
         recorded = statistics.median(step.plan for step in profile.steps)
-        numbers = [step.step for step in profile.steps]
+        numbers = [step.step + 1 for step in profile.steps]
         which = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
         spread = (
             f"the run's steps differ by {evidence.spread:.1%}".replace("%", " %")

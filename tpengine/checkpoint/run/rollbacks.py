@@ -1,9 +1,10 @@
 """The rollbacks of a run, and the samples that they leave out: a list in the run's directory and in checkpoints.
 
     rollbacks.jsonl    one JSON object per rollback, in their order:
-                       {"step": 812, "to": 600, "order": 0, "samples": [[25984, 26016]], "loss": 9.1, "grad_norm": 31.0}
+                       {"step": 813, "counted_from": 1, "to": 600, "order": 0, "samples": [[25984, 26016]],
+                        "loss": 9.1, "grad_norm": 31.0}
 
-`step` is the one that leaped, counted from 0; `to` the steps of the checkpoint that the run went back to; `samples` are
+`step` is the one that leaped; `to` the steps of the checkpoint that the run went back to; `samples` are
 half-open ranges of numbers of an order of samples (data/order/position.py), that of the phase `order`. No step reads
 them any more. No torch.
 """
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tpengine.config.step_numbers import index_of, numbered
 from tpengine.files import write_beside
 
 FILE_NAME = "rollbacks.jsonl"
@@ -27,7 +29,7 @@ Ranges = tuple[tuple[int, int], ...]
 class Rollback:
     """A rollback; see the module.
 
-    Attributes: as in the file.
+    Attributes: as in the file, but for `step`, which is from 0.
     """
 
     step: int
@@ -39,7 +41,7 @@ class Rollback:
 
     def to_json(self) -> dict[str, Any]:
         """Return what JSON can hold."""
-        return asdict(self)
+        return asdict(self) | numbered(self.step)
 
 
 def rollback_of(value: Any) -> Rollback:
@@ -52,8 +54,8 @@ def rollback_of(value: Any) -> Rollback:
         ranges = tuple((_natural(first), _natural(end)) for first, end in value["samples"])
         if not ranges or any(first >= end for first, end in ranges):
             raise ValueError("no range of samples")
-        step, to, order = (_natural(value[name]) for name in ("step", "to", "order"))
-        return Rollback(step, to, order, ranges, float(value["loss"]), float(value["grad_norm"]))
+        to, order = (_natural(value[name]) for name in ("to", "order"))
+        return Rollback(index_of(value), to, order, ranges, float(value["loss"]), float(value["grad_norm"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"no rollback: {error if str(error) else value!r}") from None
 

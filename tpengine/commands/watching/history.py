@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tpengine.checkpoint.run.run_directory import is_running
+from tpengine.config.step_numbers import first_of_rows
 
 # (field of a row, title, factor); wall time where a row has it.
 PANELS = (
@@ -29,7 +32,7 @@ class History:
 
     Attributes:
         name: of its directory.
-        series: by field of a row, (step, value), steps counted from 1.
+        series: by field of a row, (step, value).
         events: (step, what).
         num_steps: that are done.
         length: steps of the run, if config.toml says so; else 0.
@@ -72,21 +75,23 @@ def read_history(run_dir: Path) -> History:
         ) from None
     history = History(run_dir.name or str(run_dir), length=_length_of(run_dir))
     history.is_running = is_running(run_dir)
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            _add(history, row)
+    rows = list(_rows(text))
+    before_first = 1 - first_of_rows(rows)
+    for row in rows:
+        _add(history, row, row["step"] + before_first)
     return history
 
 
-def _add(history: History, row: dict[str, Any]) -> None:
-    step = row.get("step")
-    if not isinstance(step, int) or isinstance(step, bool):
-        return
-    number = step + 1
+def _rows(text: str) -> Iterator[dict[str, Any]]:
+    """Yield what is a row of a step."""
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and type(row.get("step")) is int:
+                yield row
+
+
+def _add(history: History, row: dict[str, Any], number: int) -> None:
     if "event" in row:
         history.events.append((number, str(row["event"])))
     elif sign := next((sign for sign in reversed(_SIGNS) if row.get(sign) is True), None):

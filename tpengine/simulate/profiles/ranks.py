@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tpengine.config.step_numbers import numbered
 from tpengine.plan.actions import COMPUTE, Kind
 from tpengine.simulate.profiles.fields import WrongProfile, count_of, each, name_of, number_of, shown
 
@@ -85,7 +86,7 @@ class RankProfile:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """A recorded step: its number, its time in seconds, and that of the plan within it."""
+    """A recorded step, from 0; its time in seconds, and that of the plan within it."""
 
     step: int
     seconds: float
@@ -93,7 +94,7 @@ class StepSeconds:
 
     def to_json(self) -> dict[str, Any]:
         """Return what `parse_step` reads."""
-        return {"step": self.step, "seconds": self.seconds, "plan_seconds": self.plan}
+        return {**numbered(self.step), "seconds": self.seconds, "plan_seconds": self.plan}
 
 
 def parse_step(item: Any) -> StepSeconds:
@@ -101,7 +102,12 @@ def parse_step(item: Any) -> StepSeconds:
 
     Raises: WrongProfile: it is not one.
     """
-    step = StepSeconds(count_of(item, "step"), number_of(item, "seconds"), number_of(item, "plan_seconds"))
+    number = count_of(item, "step")
+    # Profiles of earlier versions count from 0.
+    first = count_of(item, "counted_from") if "counted_from" in item else 0
+    if first > number:
+        raise WrongProfile(f"steps are counted from {first}: got step {number}")
+    step = StepSeconds(number - first, number_of(item, "seconds"), number_of(item, "plan_seconds"))
     if not 0.0 < step.plan <= step.seconds:
         raise WrongProfile(f"a step takes at least as long as its plan: got {step.seconds} s and {step.plan} s")
     return step

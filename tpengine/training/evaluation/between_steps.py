@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tpengine.config.step_numbers import index_of, numbered
 from tpengine.files import write_beside
 from tpengine.observe.console import show_sample, texts_of
 from tpengine.training.evaluation.forward_pass import ForwardPass
@@ -103,7 +104,8 @@ class Evaluation:
 
     def _keep(self, num_steps: int, tokens: list[int], texts: tuple[str, str]) -> None:
         assert self._path is not None
-        line = json.dumps({"step": num_steps - 1, "prompt": texts[0], "text": texts[1], "tokens": tokens})
+        named = numbered(num_steps - 1)
+        line = json.dumps({**named, "prompt": texts[0], "text": texts[1], "tokens": tokens})
         self._trainer.activity.begin("writing a sample", timed=False)
         try:
             with self._path.open("a") as file:
@@ -125,6 +127,6 @@ def _keep_samples_until(path: Path, num_steps: int) -> None:
     kept = []
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            if json.loads(line)["step"] < num_steps:
+            if index_of(json.loads(line)) < num_steps:
                 kept.append(line + "\n")
     write_beside(path, "".join(kept).encode())

@@ -89,7 +89,7 @@ class Pause:
             if self.writer is not None:
                 found = {"held_out_loss": loss, "evaluation_seconds": evaluation.seconds - before}
                 found |= {f"held_out_loss/{name}": of_source for name, of_source in losses.of_source.items()}
-                self.writer.complete(num_steps - 1, found)
+                self.writer.complete(num_steps, found)
             self.progress.evaluated(loss)
         return loss
 

@@ -47,6 +47,7 @@ from tpengine.simulate.machine import machine_on
 from tpengine.simulate.modelled.memory import memory_of
 from tpengine.simulate.profiles.costs import costs_for
 from tpengine.simulate.profiles.file import StageMemory
+from tpengine.training.profiler.chosen import chosen_steps
 from tpengine.training.profiler.clocks import clock_of, offsets_of_ranks
 from tpengine.training.profiler.meter import Meter
 from tpengine.training.trainer import Trainer
@@ -68,7 +69,9 @@ class Profiler:
         self, trainer: Trainer, run_dir: Path | None, first_step: int = 0, say: Callable[[str], None] = print
     ) -> None:
         self._trainer, self._run_dir, self._say = trainer, run_dir, say
-        self._wanted = profiled_steps(trainer.config)
+        # Of a run that chooses its steps nothing is said, and no copies are kept: each start records some.
+        self._chooses = trainer.run_config.train.profile_steps == "auto"
+        self._wanted = chosen_steps(trainer, first_step) if self._chooses else profiled_steps(trainer.config)
         self._steps: list[MeasuredStep] = []
         self._offsets: list[int] = []
         self._meter = Meter(trainer)
@@ -77,9 +80,9 @@ class Profiler:
         # By rank: arenas, and the most held so far; what the meters have.
         self._held: list[tuple[int, int]] = []
         self._metered: list[dict[str, Any]] = []
-        if self._wanted and first_step >= self._wanted.stop and run_dir is not None:
+        if self._wanted and first_step >= self._wanted.stop and run_dir is not None:  # never if they were chosen
             text = trainer.config.train.profile_steps
-            say(f"nothing is profiled: of the steps {text} none is left, the run goes on at step {first_step}")
+            say(f"nothing is recorded: of the steps {text} none is left, the run goes on at step {first_step + 1}")
 
     def begin(self, step: int) -> None:
         """Switch the trace on; call it before the step's time begins."""
@@ -99,7 +102,7 @@ class Profiler:
             return
         if self._steps:
             self._say(
-                f"profiled steps up to {self._steps[-1].step} (counted from 0) are left out: phase "
+                f"recorded steps up to {self._steps[-1].step + 1} are left out: phase "
                 f"{part.phase.number + 1} has another plan"
             )
         self._part, self._steps, self._meter = part, [], Meter(self._trainer)
@@ -161,6 +164,8 @@ class Profiler:
             "timeline.svg": lambda: self._pictures(drawn, last, predicted),
         }.items():
             self._write(self._run_dir / name, write)
+        if self._chooses:
+            return
         ahead = (max(ends) - min(ends)) * 1e-9
         for line in self._lines(drawn, len(steps), last, ahead, measured, predicted):
             self._say(line)
@@ -215,7 +220,7 @@ class Profiler:
             # A pipeline's number is that of its first rank, counted over dp and tp.
             pipeline = at.dp * shape.tp + at.tp
             traced = [
-                TracedStep(step.step, step.pipelines[pipeline][at.pp], of_step[pipeline].ranks[at.pp])
+                TracedStep(step.step + 1, step.pipelines[pipeline][at.pp], of_step[pipeline].ranks[at.pp])
                 for step, of_step in zip(steps, timelines, strict=True)
             ]
             ranks.append(TracedRank(rank, f"rank {rank}: pp {at.pp}, dp {at.dp}, tp {at.tp}", traced))
@@ -226,7 +231,7 @@ class Profiler:
         # From when the ranks began to wait for their samples.
         records = drawn.pipelines[pipeline]
         measured = measured_timeline(plan, records, beginning_of([records]))
-        what = f"{plan.schedule}, {plan.num_ranks} ranks, {plan.num_microbatches} micro-batches, step {drawn.step}"
+        what = f"{plan.schedule}, {plan.num_ranks} ranks, {plan.num_microbatches} micro-batches, step {drawn.step + 1}"
         where = f", {self._name_of(pipeline)}" if len(drawn.pipelines) > 1 else ""
         pictures = [
             Picture(f"measured: {what}{where}", measured, "s", plan),
@@ -241,7 +246,8 @@ class Profiler:
     def _write(self, path: Path, content: Callable[[], bytes]) -> None:
         try:
             written = content()
-            keep_copy_aside(path)
+            if not self._chooses:
+                keep_copy_aside(path)
             write_beside(path, written)
         except (ValueError, OSError) as error:
             print(f"tpengine: what was profiled is not all written: {error}", file=sys.stderr, flush=True)
@@ -255,7 +261,7 @@ class Profiler:
         where = f" at {self._name_of(pipeline)}" if num_pipelines > 1 else ""
         of_several = f", the median of {num_steps}" if num_steps > 1 else ""
         yield (
-            f"profiled step {drawn.step} (counted from 0){of_several}{where}: bubble {figures.bubble:.1%}, "
+            f"recorded step {drawn.step + 1}{of_several}{where}: bubble {figures.bubble:.1%}, "
             f"exposed communication {figures.exposed:.1%} of the step; {figures.sentence()}"
         )
         if num_pipelines > 1:

@@ -22,7 +22,7 @@ from tpengine.hugging_face.kept import kept_tokenizer
 from tpengine.last_words import forget_last_words
 from tpengine.observe.activity import Doing
 from tpengine.observe.background import BackgroundWriter
-from tpengine.observe.console import ProgressLine, console_for, show_held_out
+from tpengine.observe.console import ProgressLine, console_for, show_held_out, show_next
 from tpengine.observe.metrics import left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.pulse import Pulse
 from tpengine.observe.watch import Watch
@@ -193,6 +193,9 @@ def _loop(run: _Run) -> Uploads | None:
             wall = time.perf_counter()
             step = run.first_step
             while step < job.config.train.steps:
+                # First of all: what follows a step, also one that is left out, belongs to the step's phase.
+                if enter_phase_of(trainer, step):
+                    say(f"phase {trainer.phase.number + 1} begins at step {step + 1}")
                 # A step that was skipped before a restart is not computed again.
                 if skipped.leaves_out(step):
                     _write(writer, progress, left_out_record(step, skipped.num_until(step)))
@@ -200,8 +203,6 @@ def _loop(run: _Run) -> Uploads | None:
                     checkpoints.after_step(step + 1, held_out)
                     step += 1
                     continue
-                if enter_phase_of(trainer, step):
-                    say(f"phase {trainer.phase.number + 1} begins at step {step + 1}")
                 # Train.
                 profiler.begin(step)
                 begin = time.perf_counter()
@@ -271,13 +272,13 @@ def _answer_spike(run: _Run, pause: Pause, step: int, result: StepResult) -> int
     numbers = {"spike_loss": result.loss, "spike_grad_norm": result.grad_norm}
     if not run.spikes.goes_back:
         if pause.writer is not None:
-            pause.writer.write({"step": step, "event": "stop", **numbers})
+            pause.writer.write({"step": step + 1, "event": "stop", **numbers})
         run.spikes.stop(step, result)
     rollback = run.spikes.go_back(step, result)
     run.skipped.go_back(rollback.to)
     pause.go_back(rollback.to)
     if pause.writer is not None:
-        pause.writer.write({"step": step, "event": "rollback", "to": rollback.to, **numbers})
+        pause.writer.write({"step": step + 1, "event": "rollback", "to": rollback.to, **numbers})
     number = sum(end - first for first, end in rollback.samples)
     where = f"step {rollback.to + 1}, without the {number} samples of step {step + 1}"
     run.console.print(f"{what}: the run goes back to {where}", markup=False, highlight=False, soft_wrap=True)
@@ -305,13 +306,15 @@ def _end_steps(run: _Run, pause: Pause, held_out: float | None) -> None:
 
 
 def _show_result(run: _Run, held_out: float | None) -> None:
-    """Show the held-out loss of the last step, and a sample; collective."""
+    """Show the held-out loss of the last step, a sample, and what is next; collective."""
     train = run.job.config.train
     if train.eval_micro_batches:
         show_held_out(run.console, held_out)
     if train.sample_tokens:
         run.evaluation.sample(train.steps)
     run.checkpoints.raise_if_the_last_is_missing()
+    if run.job.run_dir is not None:
+        show_next(run.console, run.job.run_dir, run.checkpoints.newest())
 
 
 def _decoder(job: Job, console: Console) -> Callable[[list[int]], str] | None:

@@ -170,9 +170,13 @@ class RunCheckpoints:
             self._trainer.activity.begin("waiting for a checkpoint to be written", timed=False)
             self._note(self._saver.wait())
 
+    def newest(self) -> Path | None:
+        """Return the newest checkpoint; None if there is none, or none is saved."""
+        return self._saver.directory.newest() if self._saver is not None else None
+
     def where(self) -> str:
         """Return the end of a message: the newest checkpoint, and how to continue from it."""
-        newest = self._saver.directory.newest() if self._saver is not None else None
+        newest = self.newest()
         if newest is None:
             return ": no checkpoint is saved"
         return f": saved in {newest}; continue with --run-dir {shlex.quote(str(newest.parents[1]))} --resume"

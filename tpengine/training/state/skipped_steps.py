@@ -1,11 +1,11 @@
 """The list of steps that were skipped because loss or gradient was not finite, and the limit of so many in a row.
 
     skipped.jsonl    one JSON object per step, on disk as soon as it is skipped:
-                     {"step": 12, "samples": [384, 416], "tensor": "the gradient of model.layers.3.mlp.up_proj.weight",
-                      "layer": 3, "micro_batch": 1, "loss": "2.25", "grad_norm": "nan"}
+                     {"step": 13, "counted_from": 1, "samples": [384, 416], "layer": 3, "micro_batch": 1,
+                      "tensor": "the gradient of model.layers.3.mlp.up_proj.weight", "loss": "2.25", "grad_norm": "nan"}
 
 Which tensor was not finite first is found by computing the step once more. Until then `tensor` is null; it stays null
-if the run ends meanwhile. Steps count from 0, as in metrics.jsonl; `samples` is a half-open range of the run's order.
+if the run ends meanwhile. `samples` is a half-open range of the run's order.
 The data of a step is a function of its number, so that a restarted run would meet the same fault again. It leaves the
 listed steps out without computing them, and so gets further each time. To have a step computed, remove its line.
 """
@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tpengine.config.step_numbers import index_of, numbered
 from tpengine.distributed.messages import broadcast_json
 from tpengine.files import keep_aside, write_beside
 from tpengine.training.state.diagnosis import find_first
@@ -83,7 +84,7 @@ class SkippedSteps:
         self._skipped.add(step)
         self._in_a_row.append(step)
         record = {
-            "step": step,
+            **numbered(step),
             "samples": [phase.samples_before(step), phase.samples_before(step + 1)],
             "tensor": None,
             "layer": None,
@@ -166,7 +167,7 @@ class SkippedSteps:
             return
         try:
             lines = self._path.read_bytes().splitlines() if self._path.exists() else []
-            if lines and _step_of(lines[-1]) in (None, record["step"]):
+            if lines and _step_of(lines[-1]) in (None, index_of(record)):
                 lines.pop()
             lines.append(json.dumps(record).encode())
             write_beside(self._path, b"".join(line + b"\n" for line in lines), durable=True)
@@ -186,7 +187,6 @@ def _scale_in_words(trainer: Trainer) -> str:
 
 def _step_of(line: bytes) -> int | None:
     try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
+        return index_of(json.loads(line))
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    return step if type(step) is int and step >= 0 else None

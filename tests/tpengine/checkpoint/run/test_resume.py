@@ -385,7 +385,7 @@ def test_every_change_since_the_checkpoint_is_said(tmp_path: Path) -> None:
         "parallel.dp from 2 to 1",
         "parallel.recompute from none to block",
         "train.num_micro_batches from 4 to 8",
-        "train.profile_steps from '' to 11:12",
+        "train.profile_steps from auto to 11:12",
         "train.reduction from fast to exact",
         "train.steps from 250 to 300",
     ]

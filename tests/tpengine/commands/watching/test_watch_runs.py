@@ -8,6 +8,7 @@ import threading
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -20,24 +21,26 @@ from tpengine.commands.watching.terminal import bars_of
 from tpengine.config import Config
 
 
-def a_run(path: Path) -> Path:
-    """Four steps: one without numbers, two skipped, a rollback; the last line is cut."""
+def a_run(path: Path, first: int = 1) -> Path:
+    """Four steps: one without numbers, two skipped, a rollback; the last line is cut. Counted from `first`."""
     path.mkdir()
     (path / "config.toml").write_text("[train]\nsteps = 4\n")
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"step": 0, "loss": 3.0, "lr": 1e-3, "peak_memory_bytes": 2_000_000_000},
         {"step": 1, "loss": 2.0, "held_out_loss": 2.5, "wall_tokens_per_second": 1234.5},
         {"step": 2, "loss": None, "skipped": True},
         {"step": 2, "event": "rollback <b>"},
         {"step": 3, "skipped": True, "left_out": True},
     ]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
+    text = "".join(json.dumps({**row, "step": row["step"] + first}) + "\n" for row in rows)
     (path / "metrics.jsonl").write_text(text + '[1]\n{"step": 4, "lo')
     return path
 
 
-def test_a_run_is_read_with_its_events(tmp_path: Path) -> None:
-    history = read_history(a_run(tmp_path / "run"))
+@pytest.mark.parametrize("first", [1, 0])
+def test_a_run_is_read_with_its_events(tmp_path: Path, first: int) -> None:
+    """Earlier versions counted steps from 0."""
+    history = read_history(a_run(tmp_path / "run", first))
     assert history.series["loss"] == [(1, 3.0), (2, 2.0)] and history.series["held_out_loss"] == [(2, 2.5)]
     assert history.series["peak_memory_bytes"] == [(1, 2.0)]
     assert history.events == [(3, "skipped"), (3, "rollback <b>"), (4, "left out")]

@@ -223,10 +223,10 @@ def test_a_run_leaves_trace_picture_and_profile(ranks: RankPool, tmp_path: Path)
     assert re.fullmatch(
         r"of 2 pipelines it computed longest; the first was done \d+\.\d% of the step before", pipelines
     )
-    assert re.search(r"step [12] \(counted from 0\), the median of 2 at dp [01], tp 0: ", figures)
-    assert figures.startswith("profiled step") and "bubble" in figures and "exposed communication" in figures
+    assert re.search(r"recorded step [23], the median of 2 at dp [01], tp 0: ", figures)
+    assert figures.startswith("recorded step") and "bubble" in figures and "exposed communication" in figures
     assert "waits" in figures and "predicted" in times and str(tmp_path) in times
-    check_trace(json.loads((tmp_path / "trace.json").read_text()), plan, dp=2, steps=[1, 2])
+    check_trace(json.loads((tmp_path / "trace.json").read_text()), plan, dp=2, steps=[2, 3])
     check_picture(tmp_path / "timeline.svg", plan)
     profile = read_profile(tmp_path / "profile.json")
     assert [chunk.layers for chunk in profile.chunks] == [chunk.layers for chunk in plan.chunks]
@@ -320,7 +320,7 @@ def test_of_steps_in_two_phases_the_later_are_recorded(
     ((*_, times),) = said = ranks.run(profiled_phases, 1, config, str(tmp_path))
     profile = read_profile(tmp_path / "profile.json")
     assert [step.step for step in profile.steps] == recorded and profile.num_microbatches == num_micro_batches
-    left_out = "profiled steps up to 1 (counted from 0) are left out: phase 2 has another plan"
+    left_out = "recorded steps up to 2 are left out: phase 2 has another plan"
     assert (left_out in said[0]) == (steps == "1:4") and "predicted" in times
 
 
@@ -411,7 +411,7 @@ def test_a_run_that_stops_early_writes_what_it_has(ranks: RankPool, tmp_path: Pa
     config = config_for("1f1b", dp=1, steps="0:3")
     (said, _) = ranks.run(profiled_run, 2, config, str(tmp_path), False, 2)
     assert len(said) == 2
-    check_trace(json.loads((tmp_path / "trace.json").read_text()), plan_of(config), dp=1, steps=[0, 1])
+    check_trace(json.loads((tmp_path / "trace.json").read_text()), plan_of(config), dp=1, steps=[1, 2])
     before = (tmp_path / "profile.json").read_bytes()
     ranks.run(profiled_run, 2, config, str(tmp_path), False, 1)
     assert (tmp_path / "profile.1.json").read_bytes() == before, "an earlier profile is kept aside"
@@ -445,7 +445,7 @@ def resumed_profiler(config: Config, run_dir: str) -> list[str]:
 
 def test_a_run_that_goes_on_behind_the_steps_says_so(ranks: RankPool, tmp_path: Path) -> None:
     (said,) = ranks.run(resumed_profiler, 1, config_for("1f1b", dp=1, pp=1), str(tmp_path))
-    assert said == ["nothing is profiled: of the steps 1:3 none is left, the run goes on at step 3"]
+    assert said == ["nothing is recorded: of the steps 1:3 none is left, the run goes on at step 4"]
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,11 @@ def test_which_steps_must_be_said_rightly(text: str, remedy: str) -> None:
         validate(config, 1)
     message = str(error.value)
     remedy = remedy if text != "3" else "use 3:4"
-    assert message.startswith("train.profile_steps must be A:B") and message.endswith(remedy) and "\n" not in message
+    assert (
+        message.startswith("train.profile_steps must be auto, or A:B")
+        and message.endswith(remedy)
+        and "\n" not in message
+    )
     first, end = map(int, remedy.removeprefix("use ").split(":"))
     assert profiled_steps(replace(config, train=replace(config.train, profile_steps=f"{first}:{end}")))
 
@@ -495,7 +499,7 @@ def test_an_interrupted_run_leaves_its_profile(tmp_path: Path) -> None:
     output, errors = end.stdout, end.stderr
     assert end.returncode == 130, errors
     assert errors.count("\n") == 1 and "continue with --run-dir out --resume" in errors
-    assert "profiled step" in output and "no stage waits on another" in output
+    assert "recorded step" in output and "no stage waits on another" in output
     assert read_profile(tmp_path / "out" / "profile.json").schedule == "1f1b"
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"trace.json", "timeline.svg"}
 

@@ -264,7 +264,7 @@ def test_a_skipped_step_is_listed_before_its_reason_is_sought(ranks: RankPool, t
     """The run may end while the step is computed again. It has one line, which gets the reason."""
     ((seen, known, tensors),) = ranks.run(listed, 1, tmp_path, "")
     found = [[(entry["step"], entry["tensor"]) for entry in map(json.loads, lines)] for lines in seen]
-    assert found == [[(0, None)], [(0, "tensor 0"), (1, None)]]
+    assert found == [[(1, None)], [(1, "tensor 0"), (2, None)]]
     assert known == [0, 1] and tensors == ["tensor 0", "tensor 1"]
 
 
@@ -361,7 +361,7 @@ def test_every_restart_gets_further(
     # From checkpoints after steps 4 and 8.
     assert computed == list(range(12))
     listed = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in listed] == [1, 4, 5, 7, 8]
+    assert [entry["step"] for entry in listed] == [2, 5, 6, 8, 9]
     assert listed[1] == listed[1] | {
         "samples": [16, 20],
         "tensor": "the gradient of lm_head.weight",
@@ -370,9 +370,9 @@ def test_every_restart_gets_further(
         "grad_norm": "nan",
     }
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(12))
-    assert [record["step"] for record in records if record["skipped"]] == [1, 4, 5, 7, 8]
-    assert [record["step"] for record in records if record.get("left_out")] == [4, 5, 8]
+    assert [record["step"] for record in records] == list(range(1, 13))
+    assert [record["step"] for record in records if record["skipped"]] == [2, 5, 6, 8, 9]
+    assert [record["step"] for record in records if record.get("left_out")] == [5, 6, 9]
     assert [record["skipped_steps"] for record in records] == [0, 1, 1, 1, 2, 3, 3, 4, 5, 5, 5, 5]
     assert records[1]["grad_norm"] is None and records[1]["loss"] > 0
 

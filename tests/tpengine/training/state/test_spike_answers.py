@@ -101,9 +101,11 @@ def test_a_rollback_has_the_bits_of_a_run_that_was_told_what_to_leave_out(
     assert f"step {LEAP + 1} leaps: loss " in said and "goes back to step 9, without the 8 samples" in said
     # The window's first step is 8: a checkpoint of 8 steps is the newest that is older.
     (listed,) = [json.loads(line) for line in (run / FILE_NAME).read_text().splitlines()]
-    assert (listed["step"], listed["to"], listed["samples"]) == (LEAP, 8, [[LEAP * 8, LEAP * 8 + 8]])
+    assert (listed["step"], listed["to"], listed["samples"]) == (LEAP + 1, 8, [[LEAP * 8, LEAP * 8 + 8]])
     events = [row for row in rows_of(run) if "event" in row]
-    assert [(row["step"], row["event"], row["to"], "loss" in row) for row in events] == [(LEAP, "rollback", 8, False)]
+    assert [(row["step"], row["event"], row["to"], "loss" in row) for row in events] == [
+        (LEAP + 1, "rollback", 8, False)
+    ]
     assert events[0]["spike_loss"] == listed["loss"]
     told.mkdir()
     (told / FILE_NAME).write_bytes((run / FILE_NAME).read_bytes())
@@ -120,13 +122,13 @@ def test_a_skip_has_the_bits_of_a_run_that_was_told_to_leave_the_step_out(
     run, told = tmp_path / "run", tmp_path / "told"
     assert go_here(run, monkeypatch, "--train.spike", "skip 5 6") == 0
     (event,) = [row for row in rows_of(run) if "event" in row]
-    assert (event["step"], event["event"], event["skipped"], event["skipped_steps"]) == (LEAP, "skip", True, 0)
+    assert (event["step"], event["event"], event["skipped"], event["skipped_steps"]) == (LEAP + 1, "skip", True, 0)
     assert event["spike_loss"] > 4 and event["lr"] > 0 and "loss" not in event
     told.mkdir()
-    (told / "skipped.jsonl").write_text(json.dumps({"step": LEAP}) + "\n")
+    (told / "skipped.jsonl").write_text(json.dumps({"step": LEAP + 1, "counted_from": 1}) + "\n")
     assert go_here(told, monkeypatch) == 0
     left_out = [row for row in rows_of(told) if row.get("left_out")]
-    assert [row["step"] for row in left_out] == [LEAP]
+    assert [row["step"] for row in left_out] == [LEAP + 1]
     assert numbers_of(run) == numbers_of(told) and len(numbers_of(run)) == STEPS - 1
     assert is_identical(run, told, capsys)
 
@@ -180,7 +182,7 @@ def test_a_rollback_goes_over_a_border_of_phases(tmp_path: Path, capsys: pytest.
     end = go(run, PP, *phases, *ROLLBACK, BAD=bad)
     assert end.returncode == 0, end
     (listed,) = [json.loads(line) for line in (run / FILE_NAME).read_text().splitlines()]
-    assert (listed["step"], listed["to"], listed["order"], listed["samples"]) == (14, 8, 1, [[32, 40]])
+    assert (listed["step"], listed["to"], listed["order"], listed["samples"]) == (15, 8, 1, [[32, 40]])
     told = tmp_path / "told"
     told.mkdir()
     (told / FILE_NAME).write_bytes((run / FILE_NAME).read_bytes())
@@ -210,7 +212,7 @@ def test_without_an_older_checkpoint_the_run_begins_again(tmp_path: Path, capsys
     end = go(run, TP, *ROLLBACK, *late, BAD=BAD)
     assert end.returncode == 0, end
     (listed,) = [json.loads(line) for line in (run / FILE_NAME).read_text().splitlines()]
-    assert (listed["step"], listed["to"]) == (LEAP, 0) and "goes back to step 1," in end.stdout
+    assert (listed["step"], listed["to"]) == (LEAP + 1, 0) and "goes back to step 1," in end.stdout
     want = told_beforehand(tmp_path / "told", run, *late)
     assert numbers_of(run) == numbers_of(want) and is_identical(run, want, capsys)
 
@@ -230,6 +232,6 @@ def test_stop_ends_before_the_update_and_the_run_can_go_on_either_way(
     assert is_identical(run, straight, capsys)
     events: Sequence[dict[str, Any]] = [row for row in rows_of(run) if "event" in row]
     assert [(row["step"], row["event"], "loss" in row, row["skipped"]) for row in events] == [
-        (LEAP, "skip", False, True)
+        (LEAP + 1, "skip", False, True)
     ]
     assert numbers_of(run) == numbers_of(straight)
