@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from tpengine.distributed.loopback import loopback_variables
+from tpengine.terminal import terminal_safe
 
 THREADS_PER_RANK = 1
 
@@ -57,7 +58,9 @@ class Ranks:
         store = str(Path(self._directory.name) / "store")
         context = multiprocessing.get_context("spawn")
         try:
-            with _environment(OMP_NUM_THREADS=str(THREADS_PER_RANK), **loopback_variables(os.environ)):
+            # Without the last one Python would look for its own modules in the folder where the user is.
+            variables = {"OMP_NUM_THREADS": str(THREADS_PER_RANK), "PYTHONSAFEPATH": "1"}
+            with _environment(**variables, **loopback_variables(os.environ)):
                 for rank in range(world):
                     ours, theirs = context.Pipe()
                     work = (theirs, rank, world, store, factory, args)
@@ -168,4 +171,5 @@ def _run_rank(*work: Any) -> None:
     # Only here: the file needs torch, and who starts ranks does not.
     from tpengine.distributed.rank_process import serve
 
-    serve(*work)
+    with terminal_safe():
+        serve(*work)

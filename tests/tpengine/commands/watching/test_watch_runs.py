@@ -74,7 +74,7 @@ def test_a_run_that_died_is_told_from_one_that_goes_on(
     assert "not running" in capsys.readouterr().out
     # Drawn live it is left alone after some looks, as it will not go on.
     monkeypatch.setattr(command, "_SECONDS", 0.0)
-    monkeypatch.setattr(command, "Console", lambda: Console(force_terminal=True, width=100))
+    monkeypatch.setattr(command, "SafeConsole", lambda: Console(force_terminal=True, width=100))
     assert main(["watch", str(run)]) == 0
 
 
