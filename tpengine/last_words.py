@@ -74,7 +74,7 @@ def read_last_words(run_dir: Path) -> dict[int, LastWords]:
     for path in sorted((run_dir / _DIRECTORY).glob("*.json")):
         try:
             words = _parse(json.loads(path.read_bytes()[:_MAX_BYTES]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
             raise ValueError(f"last words must be a rank's: {path}: it holds something else: remove it") from None
         found[words.rank] = words
     return found

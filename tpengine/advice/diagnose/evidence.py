@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,8 @@ def _step_and_seconds(line: str) -> tuple[int, float]:
         step, seconds = record["step"], record["step_seconds"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return 0, 0.0
-    is_number = type(step) is int and type(seconds) in (int, float) and math.isfinite(seconds)
+    # An integer of JSON may be larger than any float; NaN is not below.
+    is_number = type(step) is int and type(seconds) in (int, float) and abs(seconds) <= sys.float_info.max
     return (step, float(seconds)) if is_number else (0, 0.0)
 
 

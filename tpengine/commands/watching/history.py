@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ PANELS = (
     ("bubble", "bubble, share of the step", 1.0),
     ("peak_memory_bytes", "peak memory, GB", 1e-9),
 )
+# A float knows them apart: rows of others are none of a run's.
+_MOST_STEPS = 2**53
 _SIGNS = ("skipped", "overflowed", "left_out")
 
 
@@ -75,7 +77,7 @@ def read_history(run_dir: Path) -> History:
     for line in text.splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             _add(history, row)
@@ -84,7 +86,7 @@ def read_history(run_dir: Path) -> History:
 
 def _add(history: History, row: dict[str, Any]) -> None:
     step = row.get("step")
-    if not isinstance(step, int) or isinstance(step, bool):
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MOST_STEPS:
         return
     number = step + 1
     if "event" in row:
@@ -95,7 +97,8 @@ def _add(history: History, row: dict[str, Any]) -> None:
         history.num_steps = max(history.num_steps, number)
     for name, _, factor in PANELS:
         value = row.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        # An integer of JSON may be larger than any float; NaN is not below.
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
             history.series.setdefault(name, []).append((number, value * factor))
 
 
