@@ -29,6 +29,8 @@ from support.ranks.forked import fork_local_ranks
 from support.ranks.rank_pool import RankPool
 from support.slices import Slice
 
+from tpengine import trust
+
 # Collection makes millions of objects, and all of them stay: looking for garbage among them takes a fifth of its time.
 gc.disable()
 
@@ -54,6 +56,13 @@ def interpreters() -> Iterator[RankPool]:
     pool = RankPool({"TRITON_INTERPRET": "1"})
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def permissions() -> Iterator[None]:
+    """What a test permits to be executed is not permitted in the next."""
+    with trust.scope():
+        yield
 
 
 @pytest.fixture

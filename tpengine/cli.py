@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tpengine import train
+from tpengine import train, trust
 from tpengine.commands.parsing import Parser, Version
 from tpengine.commands.stopping import Stopped
 from tpengine.distributed.local_ranks import RanksFailed
 from tpengine.last_words import RANK_FAILED, USER_ERROR
+from tpengine.terminal import terminal_safe
 
 
 class _Command(NamedTuple):
@@ -47,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises: SystemExit: `--help` was given.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
+    with trust.scope(), terminal_safe():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["train"]:  # which has a parser, and ends, of its own
         train.main(arguments[1:])
         return 0
@@ -70,12 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    from tpengine.commands.given import permit_what_is_given
+
     try:
         parser = _parser()
         args, left = parser.parse_known_args(arguments)
         if left and not hasattr(args, "settings"):
             raise ValueError(f"unrecognized arguments: {' '.join(left)}: see {parser.prog} {arguments[0]} --help")
         args.settings = left
+        permit_what_is_given(args)
         code: int = args.run(args) or 0
     except SystemExit:  # help, the version
         sys.stdout.flush()

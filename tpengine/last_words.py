@@ -7,6 +7,7 @@ finds those of all ranks and follows who waited for whom.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tpengine.files import write_beside
+from tpengine.terminal import escaped
 
 # A mistake of the user's, found before or during the run; every rank has the same message and one says it.
 USER_ERROR = 2
@@ -72,7 +74,7 @@ def read_last_words(run_dir: Path) -> dict[int, LastWords]:
     for path in sorted((run_dir / _DIRECTORY).glob("*.json")):
         try:
             words = _parse(json.loads(path.read_bytes()[:_MAX_BYTES]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
             raise ValueError(f"last words must be a rank's: {path}: it holds something else: remove it") from None
         found[words.rank] = words
     return found
@@ -100,8 +102,8 @@ def _parse(content: dict[str, Any]) -> LastWords:
 
 
 def one_line(text: str) -> str:
-    """Join lines: whoever greps a log for one rank's last word must find it whole."""
-    return " ".join(text.splitlines()).strip()
+    """Join lines: whoever greps a log for one rank's last word must find it whole; show what controls a terminal."""
+    return escaped(" ".join(text.splitlines()).strip())
 
 
 def say(line: str, environ: Mapping[str, str] = os.environ, *, prefix: str = "") -> None:
@@ -117,11 +119,20 @@ def say(line: str, environ: Mapping[str, str] = os.environ, *, prefix: str = "")
 def tell_torchrun(line: str, environ: Mapping[str, str] = os.environ) -> None:
     """Write a line to TORCHELASTIC_ERROR_FILE, with which torchrun's own report ends; without torchrun do nothing."""
     if "TORCHELASTIC_ERROR_FILE" in environ:
+        line = escaped(line)  # torchrun prints it
         details = {"py_callstack": line, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError):
             Path(environ["TORCHELASTIC_ERROR_FILE"]).write_text(
                 json.dumps({"message": {"message": line, "extraInfo": details}})
             )
+
+
+@functools.lru_cache(maxsize=256)
+def say_once(line: str) -> None:
+    """Write `tpengine: <line>` to standard error, on the first rank, and not again in this process."""
+    if _is_first_rank():
+        sys.stderr.write(f"tpengine: {one_line(line)}\n")
+        sys.stderr.flush()
 
 
 def interrupt_in_one_line() -> None:
@@ -133,7 +144,11 @@ def interrupt_in_one_line() -> None:
         signal.signal(signal.SIGINT, _interrupted)
 
 
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
 def _interrupted(*_: object) -> NoReturn:
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+    if _is_first_rank():
         os.write(2, b"tpengine: interrupted\n")
     os._exit(128 + signal.SIGINT)

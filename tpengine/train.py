@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 
 from tpengine.last_words import USER_ERROR, interrupt_in_one_line, one_line, say, tell_torchrun
 from tpengine.observe.activity import Activity
+from tpengine.terminal import terminal_safe
 
 if TYPE_CHECKING:
     import torch
@@ -65,19 +66,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises: SystemExit: `--help`, a mistake, or an end before the last step; see README.md for the exit codes.
     """
     interrupt_in_one_line()
+    with terminal_safe():
+        _run(sys.argv[1:] if argv is None else argv)
+
+
+def _run(argv: Sequence[str]) -> None:
     from tpengine.commands.arguments import exit_on_user_error, leave
     from tpengine.config import TrainConfig
     from tpengine.observe.watch import Watch
 
-    arguments = sys.argv[1:] if argv is None else list(argv)
     with exit_on_user_error(os.environ) as launch:
-        _start_ranks(launch, arguments)
+        _start_ranks(launch, argv)
     message = ""
     with exit_on_user_error(os.environ) as launch, Watch(launch.rank, Activity()) as watch:
         os.environ.update(launch.variables())  # what srun said in other words
         prepared, mistake = None, ""
         try:
-            prepared = _prepare(launch, arguments)
+            prepared = _prepare(launch, argv)
         except ValueError as error:
             if not _others_must_be_told(launch):
                 raise

@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from tpengine import trust
 from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.registry import model_of
 from tpengine.config import Config, ModelConfig
 from tpengine.config.toml import load_toml
+from tpengine.last_words import say_once
 
 _OWN_SETTINGS = ("path", "residual_dropout", "attention_dropout", "mlp_dropout")
 
@@ -26,6 +28,31 @@ def _is_run(directory: Path) -> bool:
     return (directory / "config.toml").is_file()
 
 
+def architecture_of_run(run: Path, name: str, own: str = "") -> str:
+    """Return the architecture of a run: of a file the user's own, else the run's copy, else where it was.
+
+    A file that is not what the run recorded at its start is said, once.
+
+    Args:
+        run: its directory, wherever it is now.
+        name: what its config.toml has.
+        own: the file that the user gives; empty for none.
+
+    Raises:
+        ValueError: the user has not permitted the file (trust.py).
+    """
+    if not name.endswith(".py"):
+        return own or name
+    copy = run / Path(name).name
+    path = Path(own or (copy if copy.is_file() else name))
+    if path.is_file():
+        # It is asked again where the file is executed; here a refusal comes before a rank is started.
+        trust.permitted_file(path)
+        if change := trust.changed_since(run, path, Path(name).name):
+            say_once(change)
+    return str(path)
+
+
 def model_at(settings: ModelConfig, given: Iterable[str] = ()) -> ModelConfig:
     """Return the model of settings.path: its numbers, with the dropout rates of the settings.
 
@@ -40,8 +67,7 @@ def model_at(settings: ModelConfig, given: Iterable[str] = ()) -> ModelConfig:
     own = settings.architecture if settings.architecture.endswith(".py") else None
     if (run := run_of(path)) is not None:
         found = load_toml(run[0] / "config.toml", Config()).model
-        # Its file may lie elsewhere now.
-        found = replace(found, architecture=own or found.architecture)
+        found = replace(found, architecture=architecture_of_run(run[0], found.architecture, own or ""))
     else:
         if not Path(path).is_dir():
             raise ValueError(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
+import types
 from dataclasses import replace
 from pathlib import Path
 
+from tpengine import trust
 from tpengine.architectures import gemma3, gpt2, llama, mistral, qwen2, qwen3
 from tpengine.architectures.describe import Architecture, ConfigJson
 from tpengine.architectures.describe.table import Found, check_table, find
@@ -26,7 +27,7 @@ def architecture_of(model: ModelConfig) -> Architecture:
     """Return the architecture of a model by its setting.
 
     Raises:
-        ValueError: there is none of that name, or the file has none.
+        ValueError: there is none of that name, or the file has none, or the user has not permitted it (trust.py).
     """
     return _named(model.architecture)
 
@@ -44,12 +45,14 @@ def _named(name: str) -> Architecture:
 
 
 def _of_file(path: Path) -> Architecture:
-    spec = importlib.util.spec_from_file_location(f"tpengine_architecture_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if not path.is_file():
         raise ValueError(f"model.architecture must be a file that exists: {path}: check the path")
-    module = importlib.util.module_from_spec(spec)
+    source = trust.permitted_file(path)
+    module = types.ModuleType(f"tpengine_architecture_{path.stem}")
+    module.__file__ = str(path)
     try:
-        spec.loader.exec_module(module)
+        # Not through an import: that would take a compiled file beside it, which nobody has permitted.
+        exec(compile(source, str(path), "exec"), module.__dict__)
     except Exception as error:
         raise ValueError(
             f"an architecture's file must run: {path}: {type(error).__name__}: {error}: correct the file"

@@ -5,6 +5,7 @@ two are in an arguments.py of their own.
 
 arguments.py   the command line of a training run
 parsing.py     what all parsers share
+given.py       what a command line names is permitted: --trust, --model.architecture, --config
 stopping.py    signals that end a command
 planning/      advise, plan, schedule, diagnose: a step that is not run here
 data/          token files from text

@@ -20,13 +20,14 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import tyro
 
+from tpengine import trust
 from tpengine.architectures.model_path import model_at
 from tpengine.architectures.registry import check_architecture
 from tpengine.checkpoint.run.resume import continued_config, has_begun, saved_config, without_layout
+from tpengine.commands.given import config_given, permit_settings
 from tpengine.config import Config, decay_steps_of, validate_run
 from tpengine.config.details import ModelDetails
 from tpengine.config.presets import PRESETS, preset_config
-from tpengine.config.toml import load_toml
 from tpengine.distributed.launch import Launch
 from tpengine.last_words import USER_ERROR, one_line, say, tell_torchrun
 
@@ -40,6 +41,7 @@ _DESCRIPTION = f"""Train a transformer on --nproc processes of this host, or on 
 --nproc N            start N processes here; without it this is the only one
 --preset NAME        start from a named run: {", ".join(PRESETS)}
 --config FILE.toml   then apply a file, such as the config.toml of an earlier run
+--trust              execute what a run's directory names: an architecture's Python file, train.after_checkpoint
 
 --resume --run-dir DIR   continue that run, with its own configuration, on any number of processes
 
@@ -72,6 +74,7 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
         preset, path, flags = _take_base(argv)
         base = _base_config(preset, path)
         config = _override(base, flags)
+        _permit_flags(flags, config)
         if config.resume and not config.run_dir:
             raise ValueError("--resume needs the directory of a run: got no --run-dir: use --run-dir DIR")
         is_alone = preset is None and path is None
@@ -79,12 +82,13 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
         if config.model.path and not has_saved:
             config = replace(config, model=model_at(config.model, _given_of_model(flags)))
         if has_saved:
-            saved = saved_config(config.run_dir)
+            saved = saved_config(config.run_dir, _own_architecture(flags, config))
             base = saved if is_alone else base
             config = continued_config(saved, _override(without_layout(base), flags), world_size, base.parallel)
         check_architecture(config.model)
         asked = config.train.steps
         config = validate_run(config, world_size)
+        trust.permitted_command(config.train.after_checkpoint)
         if asked not in (config.train.steps, base.train.steps):
             raise ValueError(
                 f"a run with phases ends with its last one: train.steps {asked}, {config.phases} ends at step "
@@ -119,6 +123,7 @@ def parse_imported(source: str, out: str, argv: Sequence[str]) -> Config:
                     f"an import says where a run begins by tpengine import DIR --out RUN: got {name}: leave it out"
                 )
         config = _override(_base_config(preset, path), flags)
+        _permit_flags(flags, config)
         model = model_at(replace(config.model, path=source), _given_of_model(flags))
         config = replace(config, model=model, run_dir=out, resume=False)
         check_architecture(model)
@@ -133,7 +138,19 @@ def parse_imported(source: str, out: str, argv: Sequence[str]) -> Config:
 
 def _base_config(preset: str | None, path: str | None) -> Config:
     base = preset_config(preset or "tiny")
-    return base if path is None else load_toml(path, base)
+    return base if path is None else config_given(path, base)
+
+
+def _permit_flags(flags: Sequence[str], config: Config) -> None:
+    """Permit what the flags themselves name (trust.py)."""
+    commands = [flag for flag in flags if flag.partition("=")[0].replace("_", "-") == "--train.after-checkpoint"]
+    permit_settings(config, architecture=bool(_own_architecture(flags, config)), after_checkpoint=bool(commands))
+
+
+def _own_architecture(flags: Sequence[str], config: Config) -> str:
+    """Return the Python file of --model.architecture; empty if the flags name none."""
+    name = config.model.architecture
+    return name if name.endswith(".py") and "architecture" in _given_of_model(flags) else ""
 
 
 def _given_of_model(flags: Sequence[str]) -> list[str]:
@@ -199,12 +216,15 @@ def leave(
 
 
 def _take_base(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
-    """Split off --preset and --config: (preset, file, the other arguments)."""
+    """Split off --preset and --config: (preset, file, the other arguments); --trust takes effect here."""
     taken: dict[str, str] = {}
     flags: list[str] = []
     arguments = iter(argv)
     for argument in arguments:
         name, equals, value = argument.partition("=")
+        if argument == "--trust":
+            trust.permit_all()
+            continue
         if name not in ("--preset", "--config"):
             flags.append(argument)
             continue

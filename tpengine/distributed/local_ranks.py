@@ -23,6 +23,7 @@ from typing import Any
 
 from tpengine.distributed.launch import passive_waiting
 from tpengine.distributed.loopback import loopback_variables
+from tpengine.terminal import terminal_safe
 
 THREADS_PER_RANK = 1
 
@@ -58,8 +59,10 @@ class Ranks:
         store = str(Path(self._directory.name) / "store")
         context = multiprocessing.get_context("spawn")
         try:
-            variables = loopback_variables(os.environ) | passive_waiting(os.environ)
-            with _environment(OMP_NUM_THREADS=str(THREADS_PER_RANK), **variables):
+            # Without the last one Python would look for its own modules in the folder where the user is.
+            variables = {"OMP_NUM_THREADS": str(THREADS_PER_RANK), "PYTHONSAFEPATH": "1"}
+            variables |= loopback_variables(os.environ) | passive_waiting(os.environ)
+            with _environment(**variables):
                 for rank in range(world):
                     ours, theirs = context.Pipe()
                     work = (theirs, rank, world, store, factory, args)
@@ -170,4 +173,5 @@ def _run_rank(*work: Any) -> None:
     # Only here: the file needs torch, and who starts ranks does not.
     from tpengine.distributed.rank_process import serve
 
-    serve(*work)
+    with terminal_safe():
+        serve(*work)

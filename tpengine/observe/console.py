@@ -18,6 +18,7 @@ from tpengine.config import Config, Phase, Phases, num_blocks, shards_said
 from tpengine.layout.parameters import num_parameters
 from tpengine.layout.step_plan import Layout
 from tpengine.observe.pace import Pace
+from tpengine.observe.safe_console import SafeConsole
 from tpengine.plan import Kind, Plan, clock
 from tpengine.simulate.machine import machine_on
 from tpengine.simulate.modelled.costs import bytes_per_rank
@@ -290,7 +291,7 @@ def _readable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-class _PatientConsole(Console):
+class _PatientConsole(SafeConsole):
     """A console that goes silent when its reader has gone, so that training continues."""
 
     def on_broken_pipe(self) -> None:

@@ -35,6 +35,7 @@ from tpengine.distributed.launch import STARTED
 from tpengine.last_words import RANK_FAILED, one_line, say
 from tpengine.observe.activity import Activity, Doing
 from tpengine.observe.pulse import Pulse
+from tpengine.terminal import raw
 
 _POLL_SECONDS = 0.25
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -253,7 +254,7 @@ class Watch:
         if self._leaving.acquire(timeout=_LAST_WORD_SECONDS):
             with contextlib.suppress(Exception):
                 if self._rank == 0 and sys.stdout.isatty():
-                    sys.stdout.write("\x1b[?25h\n")  # a progress line hides the cursor
+                    raw(sys.stdout).write("\x1b[?25h\n")  # a progress line hides the cursor
                     sys.stdout.flush()
             with contextlib.suppress(Exception):
                 if line:

@@ -21,6 +21,7 @@ from tpengine.cli import main
 from tpengine.config import ModelConfig
 from tpengine.config.details import RopeScaling
 from tpengine.layout.parameters import stage_specs
+from tpengine.trust import permit_file
 
 TABLE = {
     "h.*.attn.c_attn": column(heads).transposed.of("layers.*.self_attn.{q,k,v}_proj"),
@@ -247,6 +248,7 @@ ARCHITECTURE = Architecture(
 )
 def test_a_file_without_an_architecture_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "own.py").write_text(text)
+    permit_file(tmp_path / "own.py")
     with pytest.raises(ValueError, match=said):
         architecture_of(ModelConfig(architecture=str(tmp_path / "own.py")))
 
@@ -258,6 +260,7 @@ def test_an_unknown_architecture_is_refused() -> None:
 
 def test_a_file_of_ones_own_is_an_architecture(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
+    permit_file(tmp_path / "own.py")
     model = ModelConfig(architecture=str(tmp_path / "own.py"))
     check_architecture(model)
     assert "layers.3.attn.k_proj.bias" in [spec.name for spec in stage_specs(model, 2, 0, 4)]

@@ -22,6 +22,7 @@ from tpengine.layout.parameters import (
     num_parameters,
     stage_specs,
 )
+from tpengine.trust import permit_file
 
 MODELS = st.builds(
     ModelConfig,
@@ -132,6 +133,7 @@ def test_weight_decay_passes_over_vectors_and_what_the_architecture_names(tmp_pa
     assert source.count("ARCHITECTURE = Architecture(") == 1
     own = tmp_path / "own.py"
     own.write_text(source + '\nARCHITECTURE = replace(ARCHITECTURE, undecayed=("embed_*", "*.k_proj.weight"))\n')
+    permit_file(own)
     plain = ModelConfig()
     model = replace(plain, architecture=str(own))
     decayed = {spec.name for spec in stage_specs(plain, 1, 0, 4) if decays(plain, spec)}

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tpengine.architectures.model_path import architecture_of_run
 from tpengine.config import Config, phases_of, validate_run
 from tpengine.config.step_numbers import first_of_rows
 from tpengine.config.toml import load_toml
@@ -67,8 +69,12 @@ class Evidence:
         return found
 
 
-def read_evidence(run_dir: Path) -> Evidence:
+def read_evidence(run_dir: Path, own: str = "") -> Evidence:
     """Read a run's directory.
+
+    Args:
+        run_dir: the directory.
+        own: the user's own file of the run's architecture; empty takes the run's copy.
 
     Raises: ValueError: a file is missing or wrong, or the profile is that of another model or layout; one line.
     """
@@ -81,7 +87,7 @@ def read_evidence(run_dir: Path) -> Evidence:
             "diagnosis: record it again with --train.profile-steps"
         )
     seconds = _read_metrics(run_dir / "metrics.jsonl")
-    config = _kept(run_dir, load_toml(run_dir / "config.toml", Config()))
+    config = _kept(run_dir, load_toml(run_dir / "config.toml", Config()), own)
     parallel = config.parallel
     config = validate_run(config, math.prod(size or 1 for size in (parallel.tp, parallel.pp, parallel.dp)))
     phases, recorded = phases_of(config), {step.step for step in profile.steps}
@@ -94,7 +100,7 @@ def read_evidence(run_dir: Path) -> Evidence:
     return Evidence(config, layout, plan, profile, tuple(s for n, s in seconds.items() if n in usual))
 
 
-def _kept(run_dir: Path, config: Config) -> Config:
+def _kept(run_dir: Path, config: Config, own: str) -> Config:
     """Return the configuration with the files that the run has kept, wherever its directory is now."""
 
     def kept(name: str) -> str:
@@ -103,7 +109,7 @@ def _kept(run_dir: Path, config: Config) -> Config:
 
     parallel, model = config.parallel, config.model
     schedule = parallel.schedule if parallel.schedule in SCHEDULES else kept(parallel.schedule)
-    architecture = kept(model.architecture) if model.architecture.endswith(".py") else model.architecture
+    architecture = architecture_of_run(run_dir, model.architecture, own)
     return replace(
         config,
         # The sizes of a model that the run began from stand in config.toml; its directory may be gone.
@@ -167,7 +173,8 @@ def _row(line: str) -> dict[str, Any] | None:
         step, seconds = row["step"], row["step_seconds"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    is_number = type(step) is int and type(seconds) in (int, float) and math.isfinite(seconds)
+    # An integer of JSON may be larger than any float; NaN is not below.
+    is_number = type(step) is int and type(seconds) in (int, float) and abs(seconds) <= sys.float_info.max
     return row if is_number and seconds > 0.0 else None
 
 

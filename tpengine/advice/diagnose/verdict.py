@@ -130,18 +130,19 @@ class Diagnosis:
         return sum(action.starved for action in actions) / sum(action.seconds for action in actions)
 
 
-def diagnose(run_dir: Path) -> Diagnosis:
+def diagnose(run_dir: Path, own: str = "") -> Diagnosis:
     """Say why the steps of a run take as long as they do.
 
     Args:
         run_dir: its directory, with steps recorded by --train.profile-steps.
+        own: the user's own file of the run's architecture; empty takes the run's copy.
 
     Raises:
         ValueError: a file is missing or wrong, or not that of the run; one line.
 
     Cost: some twenty simulations of the step.
     """
-    return diagnosed(read_evidence(run_dir))
+    return diagnosed(read_evidence(run_dir, own))
 
 
 def diagnosed(evidence: Evidence) -> Diagnosis:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tpengine.architectures.model_path import architecture_of_run
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
 from tpengine.config import (
@@ -60,8 +61,12 @@ def checkpoints_of(run_dir: str | Path) -> CheckpointDirectory:
     return CheckpointDirectory(Path(run_dir) / "checkpoints")
 
 
-def saved_config(run_dir: str) -> Config:
+def saved_config(run_dir: str, own: str = "") -> Config:
     """Return the configuration that a run has written to its directory.
+
+    Args:
+        run_dir: the directory.
+        own: the user's own file of the run's architecture; empty takes the run's copy.
 
     Raises:
         ValueError: the directory holds no run.
@@ -83,9 +88,8 @@ def saved_config(run_dir: str) -> Config:
         saved = replace(saved, phases=str(path.with_name(PHASES_FILE)))
     if saved.data.mixture and path.with_name(MIXTURE_FILE).is_file():
         saved = replace(saved, data=replace(saved.data, mixture=str(path.with_name(MIXTURE_FILE))))
-    own = path.with_name(Path(saved.model.architecture).name)
-    if own.suffix == ".py" and own.is_file():
-        saved = replace(saved, model=replace(saved.model, architecture=str(own)))
+    architecture = architecture_of_run(path.parent, saved.model.architecture, own)
+    saved = replace(saved, model=replace(saved.model, architecture=architecture))
     kept = path.with_name(Path(saved.parallel.schedule).name)
     if saved.parallel.schedule in SCHEDULES or not kept.is_file():
         return saved

@@ -17,6 +17,7 @@ from tpengine.config import Config
 from tpengine.config.toml import dump_toml
 from tpengine.files import keep_copy_aside, written_beside
 from tpengine.plan import SCHEDULES
+from tpengine.trust import RECORD, record_of
 
 # How often, and after how long, a lock is tried again that somebody may only have looked at.
 _TRIES, _LOOK_SECONDS = 3, 0.05
@@ -113,7 +114,7 @@ def _begins_with(path: Path, config: Config) -> bool:
 def write_config(config: Config, directory: Path, *, keeps_equal: bool) -> None:
     """Write config.toml, and beside it copies of the files that it names: phases, mixture, schedule, architecture.
 
-    Earlier files are kept aside.
+    The SHA-256 of an architecture's file is kept too (trust.py). Earlier files are kept aside.
 
     Args:
         config: config.run_dir is what the directory is called, or will be once it is complete.
@@ -130,8 +131,9 @@ def write_config(config: Config, directory: Path, *, keeps_equal: bool) -> None:
         _write_once(directory / kept, Path(schedule).read_bytes(), keeps_equal=True)
         schedule = str(place / kept)
     if architecture.endswith(".py"):
-        kept = Path(architecture).name
-        _write_once(directory / kept, Path(architecture).read_bytes(), keeps_equal=True)
+        kept, content = Path(architecture).name, Path(architecture).read_bytes()
+        _write_once(directory / kept, content, keeps_equal=True)
+        _write_once(directory / f"{kept}{RECORD}", record_of(kept, content), keeps_equal=True)
         architecture = str(place / kept)
     if config.phases:
         _write_once(directory / PHASES_FILE, Path(config.phases).read_bytes(), keeps_equal=True)

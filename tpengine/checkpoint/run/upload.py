@@ -28,6 +28,7 @@ from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.run import guardian
 from tpengine.files import write_beside
 from tpengine.last_words import one_line
+from tpengine.trust import permitted_command
 
 JOURNAL = "after_checkpoint.jsonl"
 _FLAG = "--train.after-checkpoint"
@@ -40,9 +41,9 @@ def check_program(command: str) -> None:
     """Check, on the rank that will run it, that a command's program is there.
 
     Args: command: legal words (config/rules.py), or empty.
-    Raises: ValueError: it is not.
+    Raises: ValueError: it is not, or the user has not permitted it (trust.py).
     """
-    if command and shutil.which(program := shlex.split(command)[0]) is None:
+    if permitted_command(command) and shutil.which(program := shlex.split(command)[0]) is None:
         raise ValueError(
             f"train.after_checkpoint must name a program of rank 0's host: {program} is not found: install it, or give "
             "its path"
@@ -59,6 +60,9 @@ class Uploads:
         say: prints a line for the user; called by a thread too.
         remove_old: removes the checkpoints that were spared for the command and do not stay; called once no command
             runs any more. Returns the problem, or nothing.
+
+    Raises:
+        ValueError: the user has not permitted the command (trust.py).
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class Uploads:
         say: Callable[[str], None],
         remove_old: Callable[[], str] = lambda: "",
     ) -> None:
-        self._words, self._directory, self._say = shlex.split(command), directory, say
+        self._words, self._directory, self._say = shlex.split(permitted_command(command)), directory, say
         self._remove_old = remove_old
         self._journal = run_dir / JOURNAL
         self._lock = threading.Condition()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from tpengine.commands.given import add_trust_arguments
 from tpengine.commands.parsing import count
 from tpengine.commands.stopping import stoppable
 from tpengine.plan import SCHEDULES
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model.path", dest="model_path", metavar="DIR", help="the preset with the sizes of a model's directory"
     )
+    add_trust_arguments(parser)
     parser.add_argument("--data.path", dest="data_path", metavar="FILE", help="as in training (default stdlib)")
     parser.add_argument("--data.mixture", dest="mixture", default="", metavar="FILE", help="as in training")
     parser.add_argument(
@@ -54,6 +56,7 @@ def run_certify(args: argparse.Namespace) -> int:
         against=None if args.against is None else parse_layout(args.against),
         preset=args.preset,
         model_path=args.model_path,
+        architecture=args.architecture,
         dtype=args.dtype,
         schedule=args.schedule,
         tp_comm=args.tp_comm,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -27,6 +26,7 @@ from tpengine.config.rules import MOST_STEPS
 from tpengine.data import open_corpora
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.layout.parameters import num_parameters
+from tpengine.observe.safe_console import SafeConsole
 from tpengine.plan import SCHEDULES, make_schedule
 
 # More processes would not show more, and each takes about 0.3 GB.
@@ -79,6 +79,7 @@ class Options:
     mixture: str = ""
     packing: Literal["cut", "documents", "fit"] = "cut"
     phases: str = ""
+    architecture: str = ""
 
 
 def certify(options: Options, witness: str = _WITNESS, gradients: str = _GRADIENTS) -> int:
@@ -125,6 +126,8 @@ def base_of(options: Options) -> Config:
     base = PRESETS[options.preset]()
     path = base.data.path if options.data_path is None else options.data_path
     base = replace(base, data=replace(base.data, path=path, mixture=options.mixture, packing=options.packing))
+    if options.architecture:
+        base = replace(base, model=replace(base.model, architecture=options.architecture))
     if options.model_path is None:
         return base
     model = replace(model_at(replace(base.model, path=options.model_path)), path="")
@@ -230,7 +233,7 @@ def config_of(options: Options, layout: Layout, **train: Any) -> Config:
 def _progress(num_steps: int) -> Iterator[Callable[[str], Any]]:
     """Show one progress line on standard error, removed at the end, with the part of `num_steps` that is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=num_steps)
         yield lambda what: progress.update(task, advance=1, description=what)
 
@@ -328,7 +331,7 @@ def _compare_fast(options: Options, gradients: str) -> int:
                 return 1
     found = distances.of_tensors()
     # If the output is not a terminal, the table may be as wide as it needs to be.
-    Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(found, options.dtype))
+    SafeConsole(width=None if sys.stdout.isatty() else _TABLE_WIDTH).print(_table(found, options.dtype))
     worst = max(found, key=lambda distance: distance.share)
     beyond = sum(not distance.holds for distance in found)
     if beyond:

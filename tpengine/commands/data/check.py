@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from tpengine.data import open_source
 from tpengine.data.files.content.hash import content_sha256
@@ -19,6 +18,7 @@ from tpengine.data.files.token_file import TokenFile
 from tpengine.data.fit.index import FitIndex, fit_command, indices_of, open_index
 from tpengine.data.fit.writing import is_fitted
 from tpengine.data.text.tokenizer import TextTokenizer
+from tpengine.observe.safe_console import SafeConsole
 
 _TOKENS_AT_ONCE = 1 << 20
 _STARTS_AT_ONCE = 1 << 16
@@ -58,7 +58,7 @@ def check_data(path: str, tokenizer: str = "bytes") -> None:
         ValueError: a file is not what it says, in one line; those of other files are printed before.
     """
     source = open_source(path)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = SafeConsole(soft_wrap=True)
     used = None if tokenizer == "bytes" else TextTokenizer(Path(tokenizer))
     faults = []
     for file in source.files:
@@ -75,7 +75,7 @@ def check_data(path: str, tokenizer: str = "bytes") -> None:
     console.print(f"{path}: {len(source.files):,} files, {source.num_tokens:,} tokens{documents}: all as they say")
 
 
-def _faults(file: SourceFile, tokenizer: TextTokenizer | None, console: Console) -> list[str]:
+def _faults(file: SourceFile, tokenizer: TextTokenizer | None, console: SafeConsole) -> list[str]:
     """Read a file; say what is in it; return what is wrong."""
     about, faults = file.about, []
     vocab_size = file.vocab_size or (0 if tokenizer is None else tokenizer.vocab_size)
@@ -112,7 +112,7 @@ def _faults(file: SourceFile, tokenizer: TextTokenizer | None, console: Console)
     return faults
 
 
-def _faults_of_indices(path: str, console: Console) -> list[str]:
+def _faults_of_indices(path: str, console: SafeConsole) -> list[str]:
     """Read the indices of fitted samples that lie beside a text; say what they are; return what is wrong.
 
     A hash says that an index is as it was written; that it is what fitting gives shows only when it is fitted again.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tpengine.config import DataConfig
@@ -15,6 +14,7 @@ from tpengine.data.files.source_tokens import DocumentSourceTokens
 from tpengine.data.files.token_file import TokenFile
 from tpengine.data.fit.index import identity_of, index_path, made_of, open_index
 from tpengine.data.fit.writing import write_index
+from tpengine.observe.safe_console import SafeConsole
 
 _MOST_FRACTION = 0.9
 # Of a sample: a piece's length has 32 bits.
@@ -46,7 +46,7 @@ def fit_data(path: str, length: str, held_out_fraction: float | None = None) -> 
         )
     num_train, place = num_trained_on(tokens, fraction), index_path(text, seq_len)
     replaced = _replaced(place, path, text, num_train)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = SafeConsole(soft_wrap=True)
     columns = (BarColumn(), TextColumn("{task.percentage:.0f} %"), TextColumn("left"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("fit", total=len(tokens))

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tpengine.commands.data.shards import Progress as Written
@@ -25,6 +24,7 @@ from tpengine.data.text.encode import BYTE_VOCAB_SIZE, Chunk, bytes_of, tokens_o
 from tpengine.data.text.pool import Pool
 from tpengine.data.text.sources import find_files
 from tpengine.data.text.tokenizer import TextTokenizer
+from tpengine.observe.safe_console import SafeConsole
 
 BYTES = "bytes"
 
@@ -98,7 +98,7 @@ def write_data(options: Options) -> None:
         raise ValueError(f"--from - must stand alone: got {' '.join(map(str, options.sources))}: leave the rest out")
     paths = [PIPE] if is_pipe else find_files(options.sources, options.pattern, options.out)
     encoding = _encoding(options)
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = SafeConsole(soft_wrap=True)
     about = encoding.about()
     asked = _asked(options, encoding, about)
     with Shards(options.out, encoding.vocab_size, about, asked, _sources(paths), options.shard_tokens) as shards:
@@ -209,7 +209,7 @@ class Reading:
         num_tokens: that are written already.
     """
 
-    def __init__(self, console: Console, documents: Documents, num_tokens: int = 0) -> None:
+    def __init__(self, console: SafeConsole, documents: Documents, num_tokens: int = 0) -> None:
         self._console, self._documents = console, documents
         self._num_tokens, self._num_lines = num_tokens, 0
         columns = (BarColumn(), TextColumn("{task.fields[figures]}"), TextColumn("left"), TimeRemainingColumn())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from tpengine.commands.given import add_trust_arguments
 from tpengine.commands.parsing import count
 from tpengine.commands.stopping import stoppable
 
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=count, default=1, help="pipeline stages (default 1)")
     parser.add_argument("--dtype", default="", help="float32, bfloat16, float16 or float64 (default the weights')")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto)")
+    add_trust_arguments(parser)
     parser.add_argument("--tokenizer", default="", metavar="DIR", help="a tokenizer's directory, or bytes")
 
 
@@ -55,6 +57,7 @@ def run_generate(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         device=args.device,
         tokenizer=args.tokenizer,
+        architecture=args.architecture,
     )
     with stoppable():
         generate(options)

@@ -22,6 +22,7 @@ from tpengine.distributed.local_ranks import Ranks
 from tpengine.generation.drawing import Drawing
 from tpengine.generation.text import Stream, Vocabulary, marks_of, vocabulary_of
 from tpengine.hugging_face.directory import FLOATS, open_directory
+from tpengine.terminal import write_text
 
 _RANK = "tpengine.generation.rank:GeneratingRank"
 
@@ -43,6 +44,7 @@ class Options:
     dtype: str = ""
     device: str = "auto"
     tokenizer: str = ""
+    architecture: str = ""
 
     @property
     def drawing(self) -> Drawing:
@@ -102,11 +104,12 @@ def find_model(options: Options) -> Source:
     """
     parallel = ParallelConfig(options.tp, options.pp, 1)
     if (run := run_of(options.model)) is not None:
-        saved = saved_config(str(run[0]))
+        saved = saved_config(str(run[0]), options.architecture)
         model, directory, trained_on = replace(saved.model, path=options.model), run[0], saved.train.seq_len
         dtype: str = options.dtype or saved.train.dtype
     else:
-        model, directory, trained_on = model_at(ModelConfig(path=options.model)), Path(options.model), None
+        asked = ModelConfig(path=options.model, architecture=options.architecture or ModelConfig().architecture)
+        model, directory, trained_on = model_at(asked), Path(options.model), None
         dtype = options.dtype or next(name for name, of in FLOATS.items() if of == open_directory(directory).dtype)
     # Nothing is dropped, and a pass is one micro-batch of one sequence.
     model = replace(model, residual_dropout=0.0, attention_dropout=0.0, mlp_dropout=0.0)
@@ -168,7 +171,7 @@ def _print(ranks: Ranks, prompts: Sequence[Sequence[int]], vocabulary: Vocabular
     texts = [vocabulary.decode(prompt) for prompt in prompts]
     open_ones, seconds = set(range(len(prompts))), list[float]()
     if len(prompts) == 1:
-        _write(texts[0])
+        write_text(texts[0])
     while open_ones and len(seconds) < most:
         begin = time.perf_counter()
         tokens = ranks.call("step")[0]
@@ -179,9 +182,9 @@ def _print(ranks: Ranks, prompts: Sequence[Sequence[int]], vocabulary: Vocabular
             part = streams[row].add(tokens[row])
             texts[row] += part
             if len(prompts) == 1:
-                _write(part)
+                write_text(part)
     for number, (text, stream) in enumerate(zip(texts, streams, strict=True), start=1):
-        _write(f"{stream.end()}\n" if len(prompts) == 1 else f"--- prompt {number}\n{text}{stream.end()}\n")
+        write_text(f"{stream.end()}\n" if len(prompts) == 1 else f"--- prompt {number}\n{text}{stream.end()}\n")
     num_read, num_drawn = sum(map(len, prompts)), len(prompts) * (len(seconds) - 1)
     said = [f"prefill {_speed(num_read, seconds[0])}"]
     if num_drawn:
@@ -191,11 +194,6 @@ def _print(ranks: Ranks, prompts: Sequence[Sequence[int]], vocabulary: Vocabular
 
 def _speed(num_tokens: int, seconds: float) -> str:
     return f"{num_tokens} tokens in {seconds:.3f} s, {num_tokens / max(seconds, 1e-9):,.0f} tokens/s"
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _say(line: str) -> None:

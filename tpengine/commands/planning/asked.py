@@ -16,6 +16,7 @@ from tpengine.advice.recorded import machine_as_recorded
 from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.model_path import model_at, run_of
 from tpengine.checkpoint.run.resume import saved_config
+from tpengine.commands.given import add_trust_arguments
 from tpengine.commands.parsing import count
 from tpengine.commands.planning.fixed import add_fixed_arguments, fixed_settings
 from tpengine.commands.planning.recorded_run import recorded_by
@@ -54,6 +55,7 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--reduction", choices=("fast", "exact"), help="exact: layouts that keep one process's bits")
     parser.add_argument("--memory-limit", type=count, metavar="BYTES", help="of a rank (default the machine's)")
+    add_trust_arguments(parser)
     add_fixed_arguments(parser)
 
 
@@ -85,7 +87,7 @@ def question_asked(args: argparse.Namespace) -> tuple[Question, str]:
     parallel = replace(base.parallel, memory_limit=args.memory_limit or kept.memory_limit)
     base = replace(base, train=train, parallel=parallel)
     if args.profile:
-        machine = machine_as_recorded(machine, recorded_by(args.profile, base))
+        machine = machine_as_recorded(machine, recorded_by(args.profile, base, args.architecture))
     fixed = fixed_settings(args)
     if args.resume and _keeps_micro_batches(base):
         fixed = {"micro_batch_size": train.micro_batch_size} | fixed
@@ -133,7 +135,7 @@ def _base(args: argparse.Namespace) -> tuple[Config, str]:
         run = run_of(args.resume)
         if run is None:
             raise ValueError(f"--resume needs the directory of a run: {args.resume} has no config.toml: check the path")
-        config = saved_config(str(run[0]))
+        config = saved_config(str(run[0]), args.architecture)
         _keeps_numbers(args, config)
         return config, run[0].name
     if args.model.replace("-", "_") in PRESETS:
@@ -147,9 +149,10 @@ def _base(args: argparse.Namespace) -> tuple[Config, str]:
             "check the path"
         )
     if (run := run_of(str(path))) is not None:
-        return saved_config(str(run[0])), path.name
+        return saved_config(str(run[0]), args.architecture), path.name
     base = Config()
-    base = replace(base, model=model_at(replace(base.model, path=str(path))))
+    model = replace(base.model, path=str(path), architecture=args.architecture or base.model.architecture)
+    base = replace(base, model=model_at(model))
     dtype = ConfigJson.read(path).dtype
     if dtype is not None:
         named: dict[str, Any] = {"dtype": dtype}
@@ -184,7 +187,8 @@ def run_command(args: argparse.Namespace, question: Question) -> str:
     if args.resume:
         run = run_of(args.resume)
         assert run is not None, "its configuration was read"
-        return f"{start} -m tpengine.train --resume --run-dir {shlex.quote(str(run[0]))}"
+        permitted = _permitted(args, question.base)
+        return f"{start} -m tpengine.train --resume --run-dir {shlex.quote(str(run[0]))}{permitted}"
     known = args.model.replace("-", "_") in PRESETS
     path = Path(args.model)
     where = path.parent if path.name == "config.json" else path
@@ -194,7 +198,15 @@ def run_command(args: argparse.Namespace, question: Question) -> str:
     of_run = _settings_of_run(question.base) if not known and run_of(str(where)) is not None else ""
     return (
         f"{start} -m tpengine.train {model} --train.seq-len {train.seq_len} --train.dtype {train.dtype}{exact}{of_run}"
+        f"{_permitted(args, question.base)}"
     )
+
+
+def _permitted(args: argparse.Namespace, config: Config) -> str:
+    """Return the options without which the command would be refused what the model's directory names (trust.py)."""
+    given = f" --model.architecture {shlex.quote(args.architecture)}" if args.architecture else ""
+    asks = config.model.architecture.endswith(".py") and not given
+    return given + " --trust" * bool(asks or (args.resume and config.train.after_checkpoint))
 
 
 def _settings_of_run(config: Config) -> str:

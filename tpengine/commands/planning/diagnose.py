@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpengine.advice.diagnose import chain, diagnose
+from tpengine.commands.given import add_trust_arguments
 from tpengine.last_words import read_last_words
 
 
@@ -15,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `tpengine diagnose` understands."""
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="directory of a run with --train.profile-steps")
     parser.add_argument("--json", action="store_true", help="print numbers and words as JSON")
+    add_trust_arguments(parser)
 
 
 def print_diagnosis(args: argparse.Namespace) -> None:
@@ -23,7 +25,8 @@ def print_diagnosis(args: argparse.Namespace) -> None:
     A run that ended by a hang may have recorded no steps: then its end is all that is said.
     """
     words = read_last_words(args.run_dir)
-    found = None if words and not (args.run_dir / "profile.json").exists() else diagnose(args.run_dir)
+    has_steps = not words or (args.run_dir / "profile.json").exists()
+    found = diagnose(args.run_dir, args.architecture) if has_steps else None
     end = [chain(words)] if words else []
     if args.json:
         content: dict[str, Any] = {} if found is None else found.to_json()

@@ -10,18 +10,19 @@ from tpengine.advice.diagnose.evidence import Evidence, read_evidence
 from tpengine.config import Config
 
 
-def recorded_by(path: Path, base: Config) -> Evidence:
+def recorded_by(path: Path, base: Config, own: str = "") -> Evidence:
     """Return what a run has recorded.
 
     Args:
         path: the run's directory, or its profile.json.
         base: what is planned.
+        own: the user's own file of the run's architecture; empty takes the run's copy.
 
     Raises:
         ValueError: it is of another model or dtype; a profile that is missing or wrong.
     """
     run_dir = path.parent if path.name == "profile.json" else path
-    evidence = read_evidence(run_dir)
+    evidence = read_evidence(run_dir, own)
     compared = {
         "model": (replace(evidence.config.model, path=""), replace(base.model, path="")),
         "dtype": (evidence.config.train.dtype, base.train.dtype),

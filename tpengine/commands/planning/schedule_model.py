@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from tpengine.architectures.model_path import model_at
+from tpengine.commands.given import add_trust_arguments, config_given
 from tpengine.commands.parsing import count
 from tpengine.commands.planning.phase_asked import add_phase_arguments
 from tpengine.config import Config, validate
 from tpengine.config.presets import PRESETS, preset_config
-from tpengine.config.toml import load_toml
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Gathered, Plan, Recompute, Residency
 from tpengine.simulate import Costs
@@ -44,6 +44,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--model.path", dest="model_path", metavar="DIR", help="then the sizes of a model's directory, or of a run"
     )
+    add_trust_arguments(model)
     model.add_argument(
         "--data.path",
         "--data-path",
@@ -91,10 +92,17 @@ def config_asked_for(args: argparse.Namespace) -> Config | None:
                 raise ValueError(
                     f"--{name} is for a model: got neither --preset nor --config nor --model.path: add --preset tiny"
                 )
+        if args.architecture:
+            raise ValueError(
+                "--model.architecture is for a model: got neither --preset nor --config nor --model.path: add --preset "
+                "tiny"
+            )
         return None
     base = preset_config(args.preset or "tiny")
     if args.config is not None:
-        base = load_toml(args.config, base)
+        base = config_given(args.config, base)
+    if args.architecture:
+        base = replace(base, model=replace(base.model, architecture=args.architecture))
     if args.model_path is not None:
         base = replace(base, model=model_at(replace(base.model, path=args.model_path)))
     parallel = replace(

@@ -7,13 +7,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from rich.console import Console
 from rich.live import Live
 
 from tpengine.commands.watching.history import read_history
 from tpengine.commands.watching.picture import draw_histories
 from tpengine.commands.watching.terminal import table_of
 from tpengine.files import write_beside
+from tpengine.observe.safe_console import SafeConsole
 
 _SECONDS = 1.0
 # A run that is restarted is gone for a while; one that has been gone so many looks in a row has died or was stopped.
@@ -33,11 +33,11 @@ def watch(args: argparse.Namespace) -> None:
     Raises:
         ValueError: a directory is not a run.
     """
-    console = Console()
+    console = SafeConsole()
     histories = [read_history(run) for run in args.runs]
     if args.svg is not None:
         write_beside(args.svg, draw_histories(histories).encode())
-        console.print(f"wrote {args.svg}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"wrote {args.svg}", soft_wrap=True)
         return
     if args.once or not console.is_terminal:
         console.print(table_of(histories, console.width))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,8 @@ PANELS = (
     ("bubble", "bubble, share of the step", 1.0),
     ("peak_memory_bytes", "peak memory, GB", 1e-9),
 )
+# A float knows them apart: rows of others are none of a run's.
+_MOST_STEPS = 2**53
 _SIGNS = ("skipped", "overflowed", "left_out")
 
 
@@ -85,9 +87,9 @@ def read_history(run_dir: Path) -> History:
 def _rows(text: str) -> Iterator[dict[str, Any]]:
     """Yield what is a row of a step."""
     for line in text.splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
-            if isinstance(row, dict) and type(row.get("step")) is int:
+            if isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < _MOST_STEPS:
                 yield row
 
 
@@ -100,7 +102,8 @@ def _add(history: History, row: dict[str, Any], number: int) -> None:
         history.num_steps = max(history.num_steps, number)
     for name, _, factor in PANELS:
         value = row.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        # An integer of JSON may be larger than any float; NaN is not below.
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
             history.series.setdefault(name, []).append((number, value * factor))
 
 

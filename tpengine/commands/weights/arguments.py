@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tpengine.commands.given import add_trust_arguments
 from tpengine.commands.stopping import stoppable
 
 IMPORT_DESCRIPTION = (
@@ -17,6 +18,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `tpengine import` understands; the run's settings are left to `run_import`, as args.settings."""
     parser.add_argument("source", metavar="DIR", help="a directory that transformers loads, or RUN or RUN@STEP")
     parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="directory to write, new or empty")
+    add_trust_arguments(parser, has_architecture=False)
     parser.set_defaults(settings=())
 
 
@@ -29,7 +31,8 @@ def run_import(args: argparse.Namespace) -> None:
 
     with stoppable():
         names = import_weights(config, args.out)
-    print(f"{args.out}: {len(names)} tensors, step 0; train with --config {args.out / 'config.toml'}")
+    trust = " --trust" * (config.model.architecture.endswith(".py") or bool(config.train.after_checkpoint))
+    print(f"{args.out}: {len(names)} tensors, step 0; train with --config {args.out / 'config.toml'}{trust}")
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +41,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="which checkpoint (default the newest)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write, new or empty")
     parser.add_argument("--dtype", help="float32, bfloat16, float16 or float64 (default the source's, or the run's)")
+    add_trust_arguments(parser)
 
 
 def run_export(args: argparse.Namespace) -> None:
@@ -45,5 +49,5 @@ def run_export(args: argparse.Namespace) -> None:
     from tpengine.commands.weights.export import export
 
     with stoppable():
-        names = export(args.run_dir, args.step, args.out, args.dtype)
+        names = export(args.run_dir, args.step, args.out, args.dtype, args.architecture)
     print(f"{args.out}: {len(names)} tensors; load it with AutoModelForCausalLM.from_pretrained({str(args.out)!r})")

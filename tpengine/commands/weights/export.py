@@ -21,7 +21,7 @@ from tpengine.architectures.describe import Attention
 from tpengine.architectures.describe.rope import written_rope
 from tpengine.architectures.registry import architecture_of
 from tpengine.checkpoint.block import Block
-from tpengine.checkpoint.index import Index, check_file
+from tpengine.checkpoint.index import CheckpointError, Index, check_file
 from tpengine.checkpoint.run.resume import saved_config
 from tpengine.checkpoint.storage import fill
 from tpengine.commands.weights.progress import shown
@@ -37,7 +37,7 @@ from tpengine.training.state.beginning import checkpoint_of
 from tpengine.training.state.training_state import MASTER, hf_name
 
 
-def export(run: Path, step: int | None, out: Path, dtype: str | None = None) -> list[str]:
+def export(run: Path, step: int | None, out: Path, dtype: str | None = None, own: str = "") -> list[str]:
     """Write a checkpoint of a run as a directory of Hugging Face's form.
 
     Args:
@@ -46,6 +46,7 @@ def export(run: Path, step: int | None, out: Path, dtype: str | None = None) -> 
         out: a directory that is not there yet, or is empty.
         dtype: float64, float32, float16 or bfloat16; None for those of the directory that the run began from, or the
             run's own.
+        own: the user's own file of the run's architecture; empty takes the run's copy.
 
     Returns:
         The names of the tensors that were written.
@@ -56,7 +57,7 @@ def export(run: Path, step: int | None, out: Path, dtype: str | None = None) -> 
     """
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"--dtype must be one of {', '.join(FLOATS)}: got {dtype!r}: use float32")
-    config = saved_config(str(run))
+    config = saved_config(str(run), own)
     directory, index = checkpoint_of(run, step)
     values = config_json(config, run)
     for name, entry in sorted(index.files.items()):
@@ -102,8 +103,13 @@ def read_weight(
 
     Raises:
         DamagedCheckpoint: a file cannot be read, or does not hold what the index says.
+        CheckpointError: the checkpoint has no such weight.
     """
     name = MASTER + name if MASTER + name in index.tensors else name
+    if name not in index.tensors:
+        raise CheckpointError(
+            f"a checkpoint must be of the model that its run says: {directory} has no {name}: use another checkpoint"
+        )
     values = torch.empty(size, dtype=torch.float64 if index.tensors[name].dtype == "F64" else torch.float32)
     fill(directory, index, {name: Block(values, offset, shape, False)})
     return values

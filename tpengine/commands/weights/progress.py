@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TextIO
+from typing import TextIO, cast
 
 from torch import Tensor
 
 from tpengine.hugging_face.header import DTYPE_BITS
 from tpengine.hugging_face.write import TensorToWrite
+from tpengine.terminal import escaped, raw
 
 # Between two lines: on a terminal, where they replace each other, and elsewhere.
 _TERMINAL_SECONDS, _PLAIN_SECONDS = 0.5, 30.0
@@ -69,7 +70,7 @@ def shown(tensors: Sequence[TensorToWrite], what: str) -> Iterator[list[TensorTo
         tensors: to write.
         what: is done with them, in words.
     """
-    progress = ByteProgress(what, sum(tensor.num_bytes for tensor in tensors), sys.stderr)
+    progress = ByteProgress(escaped(what), sum(tensor.num_bytes for tensor in tensors), cast(TextIO, raw(sys.stderr)))
     try:
         yield [replace(tensor, blocks=partial(_counted, tensor, progress)) for tensor in tensors]
     finally:

@@ -32,6 +32,8 @@ class Pool:
     def __init__(self, tokenizer: TextTokenizer, num_workers: int) -> None:
         # Several threads of the library in each process would be in the way of the other processes.
         environ = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+        # What this process imports they import, and nothing out of the folder where the user is.
+        environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         argv = [sys.executable, "-m", "tpengine.data.text.worker", str(tokenizer.directory), tokenizer.sha256()]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()

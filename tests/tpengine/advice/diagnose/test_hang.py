@@ -61,6 +61,10 @@ def test_ranks_that_wait_in_a_circle_are_said_to() -> None:
     assert found.endswith("waiting for rank 0 (pp): they wait in a circle")
 
 
+# Infinity is no rank.
+VAST = '{"rank": 1e999, "reason": "", "step": 1, "doing": "", "seconds": 1, "waits": {}, "gone": [], "time": 1}'
+
+
 def test_last_words_are_kept_forgotten_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written = words(1, "w[r1]", {"dp": (0, 3)}, gone=(3,))
     written.write(tmp_path)
@@ -70,7 +74,7 @@ def test_last_words_are_kept_forgotten_and_checked(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out == chain({1: written}) + "\n"
     assert main(["diagnose", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"end": chain({1: written})}
-    for damage in ("", "[]", "{}", '{"rank": "x"}', "\xff", json.dumps({"rank": 1, "waits": 3})):
+    for damage in ("", "[]", "{}", '{"rank": "x"}', "\xff", json.dumps({"rank": 1, "waits": 3}), VAST):
         (tmp_path / "last_words" / "1.json").write_text(damage)
         assert main(["diagnose", str(tmp_path)]) == 2
         assert "last words must be a rank's" in capsys.readouterr().err

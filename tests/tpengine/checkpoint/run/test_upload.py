@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tpengine import trust
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.run.upload import JOURNAL, Uploads, check_program, done_steps
 
@@ -33,6 +34,7 @@ class Run:
         self.directory = CheckpointDirectory(path / "checkpoints")
 
     def uploads(self, command: str) -> Uploads:
+        trust.permit(command.encode())
         return Uploads(command, self.directory, self.path, self.said.append)
 
     def complete(self, step: int) -> None:
@@ -153,6 +155,8 @@ import sys, time
 from pathlib import Path
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.run.upload import Uploads
+from tpengine.trust import permit
+permit(sys.argv[1].encode())
 uploads = Uploads(sys.argv[1], CheckpointDirectory(Path("checkpoints")), Path("."), print)
 uploads.offer(1)
 time.sleep(10000)
@@ -191,6 +195,9 @@ def test_a_journal_of_anything_is_read(run: Run) -> None:
 
 def test_a_program_that_is_not_there_is_refused() -> None:
     check_program("")
+    with pytest.raises(ValueError, match="executed only if you say so: train"):
+        check_program("sh -c true {path}")
+    trust.permit_all()
     check_program("sh -c true {path}")
     with pytest.raises(ValueError) as error:
         check_program("uploda --fast {path}")

@@ -47,6 +47,15 @@ def test_a_run_is_read_with_its_events(tmp_path: Path, first: int) -> None:
     assert (history.num_steps, history.length, history.has_ended) == (4, 4, True)
 
 
+def test_numbers_that_no_float_holds_are_passed_over(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f'\n{{"step": 5, "loss": 1{"0" * 400}}}\n{{"step": 6, "loss": NaN}}\n{{"step": 1{"0" * 400}}}\n')
+        file.write("[" * 100_000 + "\n")
+    history = read_history(run)
+    assert history.series["loss"] == [(1, 3.0), (2, 2.0)] and history.num_steps == 7
+
+
 def test_bars_span_smallest_to_largest() -> None:
     assert bars_of([0.0, 1.0, 7.0], 10) == "▁▂█" and len(bars_of(range(1000), 40)) == 40
     assert len(set(bars_of([2.0, 2.0], 10))) == 1
@@ -77,7 +86,7 @@ def test_a_run_that_died_is_told_from_one_that_goes_on(
     assert "not running" in capsys.readouterr().out
     # Drawn live it is left alone after some looks, as it will not go on.
     monkeypatch.setattr(command, "_SECONDS", 0.0)
-    monkeypatch.setattr(command, "Console", lambda: Console(force_terminal=True, width=100))
+    monkeypatch.setattr(command, "SafeConsole", lambda: Console(force_terminal=True, width=100))
     assert main(["watch", str(run)]) == 0
 
 
