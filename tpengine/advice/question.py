@@ -82,5 +82,6 @@ class Question:
     def config(self, micro_batch_size: int, **parallel: Any) -> Config:
         """Return the configuration of one layout; `parallel` has tp, pp and dp, and what differs from the defaults."""
         per_replica = self.global_batch // (parallel["dp"] * micro_batch_size)
-        train = replace(self.base.train, micro_batch_size=micro_batch_size, num_micro_batches=per_replica)
+        sizes = {"micro_batch_size": micro_batch_size, "num_micro_batches": per_replica, "global_batch": 0}
+        train = replace(self.base.train, **sizes)
         return replace(self.base, parallel=replace(self.base.parallel, **parallel), train=train)

@@ -12,7 +12,8 @@ from tpengine.advice.search import Found, Row, TooLarge
 from tpengine.advice.sheets.parts import StepParts
 from tpengine.advice.sheets.sheet import Sheet
 from tpengine.advice.units import gigabytes, seconds_text
-from tpengine.config import Config, num_blocks, num_shards_of
+from tpengine.config import Config, ParallelConfig, num_blocks, num_shards_of
+from tpengine.config.rules import zero_in_words
 
 # Parts in the order in which they are told, by their names in StepParts.
 _NAMES: Mapping[str, str] = {
@@ -68,8 +69,16 @@ def answer_lines(question: Question, name: str, found: Found, changed: Sequence[
     others = ", ".join(change.words for change in changed if change.is_certain)
     if told or others:
         yield f"would change it: {told or 'none of: ' + others}"
+    yield from _zero_of_one_replica(question, found.rows)
     yield f"run it: {run} {found.rows[0].layout.flags(question)}"
     yield from _basis(question, found.rows[0].sheet.config)
+
+
+def _zero_of_one_replica(question: Question, rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a line if stages of ZeRO were asked for, and a row has one replica, which shards nothing."""
+    asked = question.choices("zero", [question.kept.zero])
+    if 0 not in asked and any(row.layout.dp == 1 for row in rows):
+        yield zero_in_words(ParallelConfig(dp=1, zero=asked[0]))
 
 
 def sheet_lines(sheet: Sheet, question: Question) -> Iterator[str]:
@@ -92,6 +101,8 @@ def sheet_lines(sheet: Sheet, question: Question) -> Iterator[str]:
     if limit < float("inf"):
         room = limit - sheet.peak_bytes
         yield f"{'fits' if room >= 0 else 'does not fit'}: {gigabytes(abs(room))} {'left' if room >= 0 else 'too many'}"
+    if said := zero_in_words(sheet.config.parallel):
+        yield said
     yield from _basis(question, sheet.config)
 
 

@@ -6,6 +6,9 @@ import argparse
 import importlib.metadata
 from typing import Any, NoReturn
 
+from tpengine.config.dtypes import DTYPES, dtype_named
+from tpengine.spelling import use
+
 
 class Parser(argparse.ArgumentParser):
     """Raises ValueError instead of printing the usage and leaving."""
@@ -25,6 +28,17 @@ class Version(argparse.Action):
             version = "of a checkout that is not installed"
         print(f"tpengine {version}")
         parser.exit()
+
+
+def dtype(text: str) -> str:
+    """Parse a dtype, by any of its names.
+
+    Raises: argparse.ArgumentTypeError: anything else.
+    """
+    name = dtype_named(text)
+    if name not in DTYPES:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(DTYPES)}: got {text!r}: {use(text, DTYPES)}")
+    return name
 
 
 def count(text: str) -> int:

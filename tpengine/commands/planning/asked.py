@@ -16,7 +16,7 @@ from tpengine.advice.recorded import machine_as_recorded
 from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.model_path import model_at, run_of
 from tpengine.checkpoint.run.resume import saved_config
-from tpengine.commands.parsing import count
+from tpengine.commands.parsing import count, dtype
 from tpengine.commands.planning.fixed import add_fixed_arguments, fixed_settings
 from tpengine.commands.planning.recorded_run import recorded_by
 from tpengine.config import Config, ParallelConfig
@@ -49,9 +49,7 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--global-batch", type=count, metavar="N", help="sequences per step (default the preset's)")
     parser.add_argument("--seq-len", type=count, metavar="N", help="tokens of a sequence (default the preset's)")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the weights (default config.json's)"
-    )
+    parser.add_argument("--dtype", type=dtype, help="of the weights (default config.json's, or the preset's)")
     parser.add_argument("--reduction", choices=("fast", "exact"), help="exact: layouts that keep one process's bits")
     parser.add_argument("--memory-limit", type=count, metavar="BYTES", help="of a rank (default the machine's)")
     add_fixed_arguments(parser)

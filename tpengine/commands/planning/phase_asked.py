@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tpengine.commands.parsing import count
 from tpengine.config import Config, Phase, phases_of, validate_run
-from tpengine.config.rules import MOST_STEPS
+from tpengine.config.lengths import MOST_STEPS
 from tpengine.layout.phase_layouts import longest_of
 
 

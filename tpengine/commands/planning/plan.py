@@ -26,6 +26,7 @@ from tpengine.commands.planning.asked import (
 )
 from tpengine.commands.planning.fixed import fixed_settings, refuse_several
 from tpengine.commands.planning.phase_asked import AskedPhase, add_phase_arguments, all_phases, refuse_other_sizes
+from tpengine.config.nearest import divisors, nearest_of
 from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.plan import SCHEDULES
 from tpengine.simulate.draw import check_place, write_beside
@@ -161,8 +162,10 @@ def _axes(question: Question) -> tuple[int, int, int]:
         return sizes
     tp, pp = fixed.get("tp", 1), fixed.get("pp", 1)
     if heads % tp:
-        below = max(size for size in range(1, min(tp, heads) + 1) if heads % size == 0)
-        raise ValueError(f"the model's heads must be divisible by tp: {heads} heads, tp {tp}: use --tp {below}")
+        raise ValueError(
+            f"the model's heads must be divisible by tp: {heads} heads, tp {tp}: use "
+            f"{nearest_of('--tp', tp, divisors(heads))}"
+        )
     dp = fixed.get("dp", max(1, question.num_ranks // (tp * pp)))
     if tp * pp * dp != question.num_ranks:
         raise ValueError(

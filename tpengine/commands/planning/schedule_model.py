@@ -169,7 +169,7 @@ def memory_in_words(config: Config, plan: Plan, machine: str | None, balanced_fo
 def title(config: Config, schedule: str, machine: str | None) -> str:
     """Return the title of a configuration's picture."""
     parallel = config.parallel
-    zero = f"zero {parallel.zero}, " if parallel.zero else ""
+    zero = f"zero {parallel.zero}, " if parallel.zero_in_effect else ""
     return (
         f"{schedule}, tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, {zero}"
         f"{counted(config.train.num_micro_batches, 'micro-batch')}, modelled for {machine or 'cpu'}"
