@@ -11,7 +11,7 @@ from typing import Any
 from tpengine.advice.question import Question
 from tpengine.config import Config, ParallelConfig
 from tpengine.config.nearest import divisors
-from tpengine.config.rules import MOST_MICRO_BATCHES, ZERO_OF_SLICED_WEIGHTS
+from tpengine.config.rules import MOST_MICRO_BATCHES, MOST_SEQUENCES, ZERO_OF_SLICED_WEIGHTS
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
 
 # Where a schedule leaves the number of chunks open.
@@ -93,7 +93,7 @@ class Candidate:
         parallel, kept = self.config(question).parallel, question.kept
         said = {name: getattr(parallel, name) for name in ("tp", "pp", "dp")}
         names = ["schedule", "zero", "residency", "recompute", "gathered", "tp_comm", "bucket_bytes", "memory_limit"]
-        if self.dp == 1 and not self.zero:
+        if self.dp == 1 and not self.zero and "zero" not in question.fixed:
             # As it is kept: of one replica that is 0 in effect, and with more of them it is needed again.
             names = [name for name in names if name not in ("zero", "residency")]
         said |= {name: getattr(parallel, name) for name in names if getattr(parallel, name) != getattr(kept, name)}
@@ -200,6 +200,8 @@ def _axes(question: Question) -> Iterator[tuple[int, int, int]]:
 def _micro_batch_sizes(question: Question, tp: int, dp: int) -> Iterator[int]:
     per_replica = question.global_batch // dp
     for size in question.choices("micro_batch_size", divisors(per_replica)):
+        if size > MOST_SEQUENCES:
+            continue
         fits = per_replica % size == 0 and per_replica // size <= MOST_MICRO_BATCHES
         if fits and size * question.base.train.seq_len % tp == 0:
             yield size

@@ -39,6 +39,7 @@ class Question:
         num_ranks: how many ranks there are.
         global_batch: sequences per step, over all replicas.
         fixed: settings that the user chose, by their names in AXES: one value, or several as a tuple.
+        num_tokens: of a whole run, whose length in time is told; 0 for none.
         kept: what a run has where a command does not say it: the defaults, or what a run that goes on was started with.
     """
 
@@ -48,6 +49,7 @@ class Question:
     global_batch: int
     fixed: Mapping[str, Any] = field(default_factory=dict)
     kept: ParallelConfig = field(default_factory=ParallelConfig)
+    num_tokens: int = 0
 
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed.keys() - set(AXES))

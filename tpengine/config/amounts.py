@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 from typing import NamedTuple
 
-_FORM = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?(?:e\+?[0-9]{1,2})?) *([kmbt]?) *(steps?|tokens?)?", re.IGNORECASE)
+_FORM = re.compile(r"([0-9]{1,19}(?:\.[0-9]{0,9})?(?:e\+?[0-9]{1,2})?) *([kmbt]?) *(steps?|tokens?)?", re.IGNORECASE)
 _TIMES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 # Nobody trains as many steps, so that without a word these are tokens; 2k may be either.
 _OF_TOKENS = ("m", "b", "t")

@@ -25,6 +25,24 @@ from tpengine.spelling import choose
 # Of a model; of a step and replica.
 MOST_LAYERS = 2**14
 MOST_MICRO_BATCHES = 2**14
+# Of a pipeline rank; of a micro-batch; of a step.
+MOST_CHUNKS = 2**10
+MOST_SEQUENCES = 2**16
+MOST_BATCH = 2**32
+
+
+# The sizes of a layout, and the most processes that are counted with.
+_SIZES = ("tp", "pp", "dp")
+MOST_RANKS = 2**24
+
+
+def check_sizes(parallel: ParallelConfig) -> None:
+    """Raise ValueError for a size of a layout that is none by itself, whatever the others are."""
+    for axis in _SIZES:
+        size = getattr(parallel, axis)
+        if size is not None and not 1 <= size <= MOST_RANKS:
+            rule, nearest = ("at least 1", 1) if size < 1 else (f"at most {MOST_RANKS}", MOST_RANKS)
+            raise ValueError(f"{axis} must be {rule}: got {size}: use {nearest}")
 
 
 def resolve_layout(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
@@ -38,10 +56,8 @@ def resolve_layout(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
     """
     if world_size < 1:
         raise ValueError(f"a run needs a process: the number of processes is {world_size}: start at least 1")
-    given = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "dp")}
-    for axis, size in given.items():
-        if size is not None and size < 1:
-            raise ValueError(f"{axis} must be at least 1: got {size}: use 1")
+    check_sizes(parallel)
+    given = {axis: getattr(parallel, axis) for axis in _SIZES}
     known = math.prod(size for size in given.values() if size is not None)
     rest, remainder = divmod(world_size, known)
     missing = [axis for axis, size in given.items() if size is None]
@@ -250,13 +266,13 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
         "model.residual_dropout": (0, _BELOW_ONE),
         "model.attention_dropout": (0, _BELOW_ONE),
         "model.mlp_dropout": (0, _BELOW_ONE),
-        "parallel.chunks_per_rank": (1, 2**10),
+        "parallel.chunks_per_rank": (1, MOST_CHUNKS),
         "parallel.bucket_bytes": (1, 2**62),
         "parallel.memory_limit": (0, 2**62),
         "train.seq_len": (1, 2**24),
-        "train.micro_batch_size": (1, 2**16),
+        "train.micro_batch_size": (1, MOST_SEQUENCES),
         "train.num_micro_batches": (1, MOST_MICRO_BATCHES),
-        "train.global_batch": (0, 2**40),
+        "train.global_batch": (0, MOST_BATCH),
         "train.steps": (1, MOST_STEPS),
         "train.epochs": (0, 2**30),
         "train.seed": (0, 2**63 - 1),

@@ -76,7 +76,7 @@ BAD: list[tuple[str, str | None, int, list[str]]] = [
     ("--train.seed", "-1", 1, ["seed must be at least 0", "got -1"]),
     ("--train.dtype", "fp8", 1, ["--train.dtype must be one of", "'fp8'", "use one of these"]),
     ("--train.dtype", "bfloat61", 1, ["--train.dtype must be one of", "'bfloat61'", "use one of these"]),
-    ("--train.dtype", "bloat16", 1, ["--train.dtype must be one of", "'bloat16'", "use bfloat16"]),
+    ("--train.dtype", "bflot16", 1, ["--train.dtype must be one of", "'bflot16'", "use bfloat16"]),
     ("--data.path", None, 1, ["--data.path needs a value", "use --data.path stdlib"]),
     ("--optim.lr", "fast", 1, ["--optim.lr must be a number", "'fast'", "use 0.003"]),
     ("--optim.lr", "-1", 1, ["lr must be", "got -1.0"]),
