@@ -371,7 +371,7 @@ def test_mistakes_in_a_file_are_one_line_too(
             ["schedule", "--schedule", "interleaved", "--chunks", "9", "--micro-batches", "100000"],
             ["--pp times --micro-batches times chunks", "4 times 100000 times 9, 3600000", "--micro-batches 27777"],
         ),
-        (["schedule", "--pp", "0"], ["--pp", "at least 1", "'0'", "use 1"]),
+        (["schedule", "--pp", "0"], ["--pp", "an integer of 1 to 16777216", "'0'", "use 1"]),
         (["schedule", "--micro-batches", "many"], ["--micro-batches", "an integer", "'many'"]),
         (
             ["schedule", "--pp", "1001", "--micro-batches", "1"],

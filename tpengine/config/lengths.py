@@ -17,7 +17,9 @@ from dataclasses import replace
 from tpengine.config.amounts import tokens_of
 from tpengine.config.settings import Config, TrainConfig
 
+# Of a run; of a step and replica.
 MOST_STEPS = 2**40
+MOST_MICRO_BATCHES = 2**14
 
 # Settings that say the same: the first is what a run has, the others decide it.
 _SAY_THE_SAME = (("num_micro_batches", "global_batch"), ("steps", "tokens", "epochs"))
@@ -71,6 +73,12 @@ def with_batch(config: Config) -> Config:
             f"train.global_batch must be divisible by the sequences of a micro-batch times dp: got "
             f"{train.global_batch}, {train.micro_batch_size} * {dp}: use train.global_batch "
             f"{f'{below} or {above}' if below else above}{other}"
+        )
+    if number > MOST_MICRO_BATCHES:
+        raise ValueError(
+            f"a step has at most {MOST_MICRO_BATCHES} micro-batches of a replica: train.global_batch "
+            f"{train.global_batch}, {train.micro_batch_size} * {dp} sequences at once: use train.global_batch "
+            f"{MOST_MICRO_BATCHES * of_one} or fewer"
         )
     return replace(config, train=replace(train, num_micro_batches=number, global_batch=0))
 

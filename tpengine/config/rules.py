@@ -15,16 +15,15 @@ from dataclasses import replace
 
 from tpengine.config.amounts import Amount, amount_of, tokens_of
 from tpengine.config.exact_sizes import MOST_SHARDS, largest_dp, num_shards_of
-from tpengine.config.lengths import MOST_STEPS, with_batch
+from tpengine.config.lengths import MOST_MICRO_BATCHES, MOST_STEPS, with_batch
 from tpengine.config.nearest import divisors, nearest_multiples, nearest_of
 from tpengine.config.settings import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, round_up
 from tpengine.config.spikes import spike_rule_of
 from tpengine.plan import Schedule, make_schedule
 from tpengine.spelling import choose
 
-# Of a model; of a step and replica.
+# Of a model.
 MOST_LAYERS = 2**14
-MOST_MICRO_BATCHES = 2**14
 # Of a pipeline rank; of a micro-batch; of a step.
 MOST_CHUNKS = 2**10
 MOST_SEQUENCES = 2**16

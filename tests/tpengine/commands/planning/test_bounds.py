@@ -16,8 +16,8 @@ from tpengine.config import Config, validate
 from tpengine.config.nearest import divisors, nearest_multiples, nearest_of
 from tpengine.simulate.machine import MACHINES
 
-# A prime, a power of ten, the largest of a power of two that some settings take, and what no computer counts to.
-HUGE = (16_777_213, 16_777_216, 999_999_937, 10**9, 2**48, 10**30)
+# A prime, a power of two that some settings take, and what nobody counts to.
+HUGE = (999_999_937, 2**24, 10**30)
 # Lines of Python; a layout of tiny that is worked out takes some 200,000.
 MOST_LINES = 2_000_000
 OF_ALL = ("tp", "pp", "dp", "chunks", "micro-batch", "bucket-bytes", "seq-len", "memory-limit", "global-batch")

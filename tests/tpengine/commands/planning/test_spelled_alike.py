@@ -38,8 +38,8 @@ def test_every_option_of_a_layout_is_spelled_and_read_alike() -> None:
     of_schedule, of_plan, of_advise = (options_of(command) for command in (schedule, plan, advise))
     shared = of_plan.keys() & of_advise.keys()
     assert all(of_plan[option] == of_advise[option] for option in shared)
-    # Not of one plan: how many ranks follow from its sizes, and what a run that goes on was.
-    assert shared - of_schedule.keys() == {"--ranks", "--resume", "--tokens"}
+    # A picture has no answer in JSON; how many ranks it is of follows from its sizes, and no run goes on with it.
+    assert shared - of_schedule.keys() == {"--ranks", "--resume", "--tokens", "--json"}
     assert all(of_plan[option] == of_schedule[option] for option in shared & of_schedule.keys())
     assert {"--model", "--dtype", "--seq-len", "--micro-batch", "--global-batch"} <= of_schedule.keys()
 
