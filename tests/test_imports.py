@@ -37,6 +37,7 @@ TORCH_FREE = [
     "tpengine.data",
     "tpengine.last_words",
     "tpengine.files",
+    "tpengine.spelling",
     "tpengine.observe.activity",
     "tpengine.observe.watch",
     "tpengine.checkpoint.index",

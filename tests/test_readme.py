@@ -146,7 +146,7 @@ def test_the_picture_shown_is_the_picture_drawn(tmp_path: Path, capsys: pytest.C
 
 def test_the_plan_of_a_run_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (TOP, ENGINE / "plan" / "README.md"):
-        command = the_command(path, "tpengine schedule --preset")
+        command = the_command(path, "tpengine schedule --model")
         assert command.endswith("--draw plan.svg")
         assert main([*command.split()[1:-1], str(tmp_path / "plan.svg")]) == 0
         assert "modelled, not measured: tp 2, pp 4, dp 1" in capsys.readouterr().out

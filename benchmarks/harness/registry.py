@@ -6,12 +6,13 @@ other benchmarks, and `--list` does not wait for torch.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+from tpengine.spelling import use
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,6 @@ def find(name: str) -> Benchmark:
         ValueError: there is none; names the nearest.
     """
     if name not in BENCHMARKS:
-        nearest = difflib.get_close_matches(name, BENCHMARKS, n=1) or ["--list"]
-        raise ValueError(f"a benchmark must be one of {', '.join(BENCHMARKS)}: got {name!r}: use {nearest[0]}")
+        remedy = use(name, BENCHMARKS, "--list")
+        raise ValueError(f"a benchmark must be one of {', '.join(BENCHMARKS)}: got {name!r}: {remedy}")
     return BENCHMARKS[name]

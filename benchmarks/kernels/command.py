@@ -14,7 +14,6 @@ Without a GPU the host paths run, on one thread as in training, at shapes that a
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,6 +50,7 @@ from benchmarks.kernels.side import Side
 from benchmarks.kernels.table import kernel_table, notes
 from benchmarks.kernels.timing import measure_ceilings
 from tpengine.distributed.local_ranks import THREADS_PER_RANK
+from tpengine.spelling import use
 
 _RESULTS = ROOT / "benchmarks" / "results"
 MODELS_BY_NAME = {model.name: model for model in (*MODELS, *WHOLE_MODELS, REHEARSED)}
@@ -165,8 +165,7 @@ def _shapes(options: Options, device: str) -> list[Shape]:
     ):
         for name in chosen:
             if name not in known:
-                nearest = difflib.get_close_matches(name, known, n=1) or list(known)
-                raise ValueError(f"{flag} must be of {', '.join(known)}: got {name!r}: use {nearest[0]}")
+                raise ValueError(f"{flag} must be of {', '.join(known)}: got {name!r}: {use(name, known)}")
     on_host = device == "cpu"
     dtype = getattr(torch, options.dtype or ("float32" if on_host else "bfloat16"))
     models = options.models or (HOST_MODELS if on_host else tuple(model.name for model in MODELS))

@@ -10,7 +10,6 @@ NaN. The plain ones and `own` are compared with a rank's products, the others wi
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 import warnings
@@ -43,6 +42,7 @@ from benchmarks.overlap.ranks import (
 )
 from benchmarks.overlap.table import overlap_fields, overlap_table
 from benchmarks.overlap.ways import PUSH, Fused, Own, Reference, Serial, Way
+from tpengine.spelling import use
 
 _MODELS = {model.name: model for model in MODELS}
 _TOKENS = (512, 4096, 16384)
@@ -103,8 +103,7 @@ def _checked(models: Sequence[str] | None, num_ranks: int) -> list[Model]:
         )
     for name in models or ():
         if name not in _MODELS:
-            nearest_name = (difflib.get_close_matches(name, _MODELS, n=1) or list(_MODELS))[0]
-            raise ValueError(f"--models must be of {', '.join(_MODELS)}: got {name!r}: use {nearest_name}")
+            raise ValueError(f"--models must be of {', '.join(_MODELS)}: got {name!r}: {use(name, _MODELS)}")
     if not torch.cuda.is_available():
         raise ValueError(f"--device cuda needs a GPU: torch {torch.__version__} sees none: use --device cpu")
     return [_MODELS[name] for name in models or _MODELS]

@@ -140,8 +140,8 @@ def test_a_schedule_of_the_users_is_drawn_too(tmp_path: Path, capsys: pytest.Cap
     assert "--plan-text must not replace the schedule read" in capsys.readouterr().err
     settings = tmp_path / "settings.toml"
     settings.write_text("[parallel]\npp = 2\ntp = 1\ndp = 1\n")
-    assert main(["schedule", "--config", str(settings), "--plan-text", str(settings)]) == 2
-    assert "--plan-text must not replace the configuration read" in capsys.readouterr().err
+    assert main(["schedule", "--model", str(settings), "--plan-text", str(settings)]) == 2
+    assert "--plan-text must not replace the model read" in capsys.readouterr().err
     assert settings.read_text().startswith("[parallel]")
     assert mine.read_text().startswith("rank 0: ")
 
@@ -229,7 +229,7 @@ BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 def predicted(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[float, float, list[float]]:
     """Return the step's seconds, the bubble, and each rank's peak bytes of what is predicted for a preset."""
-    text = "\n".join(schedule(capsys, "--preset", *argv))
+    text = "\n".join(schedule(capsys, "--model", *argv))
     step = re.search(r"^makespan (\S+) s, the whole step$", text, re.MULTILINE)
     bubble = re.search(r"^bubble (\S+)$", text, re.MULTILINE)
     peaks = re.search(r"^peak bytes by rank: (.*)$", text, re.MULTILINE)
@@ -239,7 +239,7 @@ def predicted(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[float, fl
 
 
 def test_the_plan_of_a_run_is_predicted_as_modelled(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = schedule(capsys, "--preset", "tiny", "--tp", "2", "--dp", "2")
+    lines = schedule(capsys, "--model", "tiny", "--tp", "2", "--dp", "2")
     assert [line.split()[:2] for line in lines[:4]] == [["rank", str(rank)] for rank in range(4)]
     assert re.fullmatch(r"a column is \S+ s", lines.pop(4))
     assert lines[4].endswith(" s, the whole step") and lines[5].startswith("bubble 0.")
@@ -298,7 +298,7 @@ def test_a_faster_machine_takes_less_time_and_the_same_memory(capsys: pytest.Cap
     core, _, peaks = predicted(capsys, "llama_1b", "--machine", "cpu")
     gpu, _, same = predicted(capsys, "llama_1b", "--machine", "h200")
     assert gpu < core / 100 and same == peaks
-    last = schedule(capsys, "--preset", "llama-1b", "--machine", "h200")[-1]
+    last = schedule(capsys, "--model", "llama-1b", "--machine", "h200")[-1]
     assert last.endswith("a bfloat16 model at the rates of h200 (data sheet, and shares from microbenchmarks)")
 
 
@@ -306,16 +306,14 @@ def test_a_configuration_is_read_and_options_win(tmp_path: Path, capsys: pytest.
     file = tmp_path / "config.toml"
     file.write_text('[parallel]\npp = 2\ndp = 2\nschedule = "interleaved"\n[train]\nnum_micro_batches = 6\n')
     picture = tmp_path / "out.svg"
-    lines = schedule(capsys, "--config", str(file), "--draw", str(picture))
+    lines = schedule(capsys, "--model", str(file), "--draw", str(picture))
     assert len(lines) == 2 + 2 + 8 and "5F1" not in lines[0] and "3F5" in lines[1]
     drawn = picture.read_text()
     assert "interleaved, tp 1, pp 2, dp 2, 6 micro-batches, modelled for cpu" in drawn
     assert " MB" in drawn and "forwards" not in drawn
-    lines = schedule(
-        capsys, "--preset", "bench", "--config", str(file), "--pp", "4", "--schedule", "gpipe", "--dp", "1"
-    )
+    lines = schedule(capsys, "--model", str(file), "--pp", "4", "--schedule", "gpipe", "--dp", "1")
     assert len(lines) == 4 + 4 + 7
-    assert lines[0].startswith("rank 0  F0 F1 F2 F3 F4 F5 ") and "F6" not in lines[0]
+    assert lines[0].startswith("rank 0  F0  F1  F2  F3  F4  F5  F6 ") and "F12" not in lines[0]
     assert "pp 4, dp 1, a float32 model" in lines[-1]
 
 
@@ -324,7 +322,10 @@ def test_a_configuration_is_read_and_options_win(tmp_path: Path, capsys: pytest.
     [
         ("[parallel]\npp = -1\n", ["pp must be at least 1", "got -1", "use 1"]),
         ("[train]\nnum_micro_batches = 0\n", ["train.num_micro_batches must be at least 1", "got 0"]),
-        ("[train]\nnum_micro_batches = 300000\n", ["--pp times --micro-batches", "4 times 300000"]),
+        (
+            "[train]\nnum_micro_batches = 300000\n",
+            ["train.num_micro_batches must be at most", "got 300000", "use 16384"],
+        ),
         ("[train]\nmicro_batches = 2\n", ["unknown key train.micro_batches"]),
         ('[parallel]\ngathered = "again"\n[train]\nreduction = "exact"\n', ["parallel.gathered again", "use parallel"]),
     ],
@@ -333,7 +334,7 @@ def test_mistakes_in_a_file_are_one_line_too(
     text: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.toml").write_text(text)
-    assert main(["schedule", "--config", str(tmp_path / "config.toml")]) == 2
+    assert main(["schedule", "--model", str(tmp_path / "config.toml")]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     for part in parts:
@@ -370,7 +371,7 @@ def test_mistakes_in_a_file_are_one_line_too(
             ["schedule", "--schedule", "interleaved", "--chunks", "9", "--micro-batches", "100000"],
             ["--pp times --micro-batches times chunks", "4 times 100000 times 9, 3600000", "--micro-batches 27777"],
         ),
-        (["schedule", "--pp", "0"], ["--pp", "at least 1", "'0'", "use 1"]),
+        (["schedule", "--pp", "0"], ["--pp", "an integer of 1 to 16777216", "'0'", "use 1"]),
         (["schedule", "--micro-batches", "many"], ["--micro-batches", "an integer", "'many'"]),
         (
             ["schedule", "--pp", "1001", "--micro-batches", "1"],
@@ -381,26 +382,33 @@ def test_mistakes_in_a_file_are_one_line_too(
             ["--pp times --micro-batches must be at most 1000000", "7 times 142858, 1000006", "--micro-batches 142857"],
         ),
         (["schedule", "--stages", "4"], ["--stages", "--help"]),
-        (["schedule", "--tp", "2"], ["--tp is for a model", "neither --preset nor --config", "add --preset tiny"]),
-        (["schedule", "--machine", "h200"], ["--machine is for a model", "add --preset tiny"]),
-        (["schedule", "--preset", "tinny"], ["--preset must be one of tiny, bench", "'tinny'", "use tiny"]),
-        (["schedule", "--config", "no/x.toml"], ["--config needs a readable file", "no/x.toml", "check the path"]),
-        (["schedule", "--preset", "tiny", "--tp", "3"], ["num_heads must be divisible by tp", "tp 3", "use tp 2 or 4"]),
-        (["schedule", "--preset", "tiny", "--pp", "8"], ["every pipeline stage needs a layer", "pp 8", "use pp 4"]),
+        (["schedule", "--tp", "2"], ["--tp is for a model", "got no --model", "add --model tiny"]),
+        (["schedule", "--machine", "h200"], ["--machine is for a model", "add --model tiny"]),
+        (["schedule", "--model", "tinny"], ["--model must be one of tiny, bench", "'tinny'", "use tiny"]),
+        (["schedule", "--model", "llama_7b"], ["'llama_7b'", "use one of these, or check the path"]),
+        (["schedule", "--model", "tiny", "--dtype", "fp8"], ["--dtype", "'fp8'", "use one of these"]),
+        (["schedule", "--preset", "tiny"], ["--preset is spelled otherwise", "use --model NAME"]),
+        (["schedule", "--model.path", "x"], ["--model.path is spelled otherwise", "use --model DIR"]),
+        (["schedule", "--config=x.toml"], ["--config is spelled otherwise", "use --model FILE.toml"]),
+        (["schedule", "--model", "tiny", "--pp", "1,2"], ["works one layout out: got --pp 1,2"]),
         (
-            ["schedule", "--preset", "tiny", "--schedule", "zbv"],
+            ["schedule", "--model", "tiny", "--micro-batches", "4", "--global-batch", "32"],
+            ["--micro-batches 4 and --global-batch 32: leave one out"],
+        ),
+        (["schedule", "--model", "no/x.toml"], ["--config needs a readable file", "no/x.toml", "check the path"]),
+        (["schedule", "--model", "tiny", "--tp", "3"], ["heads must be divisible by tp", "tp 3", "use --tp 2 or 4"]),
+        (["schedule", "--model", "tiny", "--pp", "8"], ["every pipeline stage needs a layer", "pp 8", "use pp 4"]),
+        (
+            ["schedule", "--model", "tiny", "--schedule", "zbv"],
             ["every chunk of a schedule needs a layer", "8 chunks"],
         ),
-        (["schedule", "--preset", "tiny", "--chunks", "3"], ["--chunks is for a schedule that leaves it open"]),
-        (
-            ["schedule", "--preset", "tiny", "--recompute", "all"],
-            ["--recompute", "none, attention", "'all'", "use none"],
-        ),
-        (["schedule", "--preset", "tiny", "--gathered", "no"], ["--gathered", "keep, again", "'no'", "use keep"]),
-        (["schedule", "--preset", "tiny", "--machine", "tpu"], ["--machine", "cpu, v100-32", "'tpu'", "use h200:8x4"]),
+        (["schedule", "--model", "tiny", "--chunks", "3"], ["chunks per rank are of the interleaved schedule: got 3"]),
+        (["schedule", "--model", "tiny", "--recompute", "all"], ["--recompute", "none, attention", "'all'"]),
+        (["schedule", "--model", "tiny", "--gathered", "no"], ["--gathered", "keep, again", "'no'"]),
+        (["schedule", "--model", "tiny", "--machine", "tpu"], ["--machine", "cpu, v100-32", "'tpu'", "use h200:8x4"]),
         *(
             (["schedule", *model, f"--{name}", value], [f"{model[0]} says what actions cost", f"leave --{name} out"])
-            for model in (["--preset", "tiny"], ["--config", "x.toml"])
+            for model in (["--model", "tiny"], ["--model", "x.toml"])
             for name, value in (
                 ("times", "B=3"),
                 ("link", "1"),

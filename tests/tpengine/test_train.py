@@ -404,3 +404,8 @@ def test_a_run_goes_on_at_another_stage_of_zero(tmp_path: Path) -> None:
     done, _ = run_ranks(2, "tpengine.train", *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert ", zero 1\n" in done.stdout and "step 6/6" in done.stdout
+    # An elastic job that shrinks to one replica: the stage stays, and says that it is none.
+    done = alone("--run-dir", "out", "--resume", "--train.steps", "7", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "zero 1 with dp 1 is zero 0 in effect" in done.stdout and "step 7/7" in done.stdout
+    assert "zero = 1" in (tmp_path / "out" / "config.toml").read_text()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +10,9 @@ from typing import Any
 
 from tpengine.advice.question import Question
 from tpengine.config import Config, ParallelConfig
-from tpengine.config.rules import MOST_MICRO_BATCHES, ZERO_OF_SLICED_WEIGHTS
+from tpengine.config.lengths import MOST_MICRO_BATCHES
+from tpengine.config.nearest import divisors
+from tpengine.config.rules import MOST_SEQUENCES, ZERO_OF_SLICED_WEIGHTS
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
 
 # Where a schedule leaves the number of chunks open.
@@ -94,6 +94,9 @@ class Candidate:
         parallel, kept = self.config(question).parallel, question.kept
         said = {name: getattr(parallel, name) for name in ("tp", "pp", "dp")}
         names = ["schedule", "zero", "residency", "recompute", "gathered", "tp_comm", "bucket_bytes", "memory_limit"]
+        if self.dp == 1 and not self.zero and "zero" not in question.fixed:
+            # As it is kept: of one replica that is 0 in effect, and with more of them it is needed again.
+            names = [name for name in names if name not in ("zero", "residency")]
         said |= {name: getattr(parallel, name) for name in names if getattr(parallel, name) != getattr(kept, name)}
         if self.pp > 1:
             said["schedule"] = self.schedule
@@ -183,11 +186,11 @@ def _again(question: Question, tp: int) -> tuple[Sequence[Any], Sequence[Any], S
 
 def _axes(question: Question) -> Iterator[tuple[int, int, int]]:
     model, num = question.base.model, question.num_ranks
-    for tp in question.choices("tp", _divisors(num)):
+    for tp in question.choices("tp", divisors(num)):
         kv = model.num_kv_heads
         if num % tp or model.num_heads % tp or model.ffn_size % tp or (kv % tp and tp % kv):
             continue
-        for pp in question.choices("pp", _divisors(num // tp)):
+        for pp in question.choices("pp", divisors(num // tp)):
             if pp > model.num_layers or num // tp % pp:
                 continue
             dp = num // tp // pp
@@ -197,7 +200,9 @@ def _axes(question: Question) -> Iterator[tuple[int, int, int]]:
 
 def _micro_batch_sizes(question: Question, tp: int, dp: int) -> Iterator[int]:
     per_replica = question.global_batch // dp
-    for size in question.choices("micro_batch_size", _divisors(per_replica)):
+    for size in question.choices("micro_batch_size", divisors(per_replica)):
+        if size > MOST_SEQUENCES:
+            continue
         fits = per_replica % size == 0 and per_replica // size <= MOST_MICRO_BATCHES
         if fits and size * question.base.train.seq_len % tp == 0:
             yield size
@@ -217,18 +222,15 @@ def _schedules(question: Question, pp: int) -> Iterator[tuple[str, int]]:
 
 
 def _zero(question: Question, dp: int) -> Iterator[tuple[int, str]]:
-    """Yield stages and residencies, those with fewer exchanges first; below stage 3 a residency says nothing."""
+    """Yield stages and residencies, those with fewer exchanges first; below stage 3 a residency says nothing.
+
+    With one replica each stage is 0 in effect.
+    """
     every = [each.value for each in Residency]
-    for zero in sorted(question.choices("zero", range(4) if dp > 1 else [0])):
+    for zero in sorted(question.choices("zero", range(4))) if dp > 1 else [0]:
         if zero == ZERO_OF_SLICED_WEIGHTS:
             yield from (
                 (zero, residency) for residency in sorted(question.choices("residency", every), key=every.index)
             )
         else:
             yield zero, question.choices("residency", ["step"])[0]
-
-
-@functools.cache
-def _divisors(number: int) -> tuple[int, ...]:
-    below = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
-    return tuple(sorted({*below, *(number // size for size in below)}))

@@ -39,6 +39,7 @@ class Question:
         num_ranks: how many ranks there are.
         global_batch: sequences per step, over all replicas.
         fixed: settings that the user chose, by their names in AXES: one value, or several as a tuple.
+        num_tokens: of a whole run, whose length in time is told; 0 for none.
         kept: what a run has where a command does not say it: the defaults, or what a run that goes on was started with.
     """
 
@@ -48,6 +49,7 @@ class Question:
     global_batch: int
     fixed: Mapping[str, Any] = field(default_factory=dict)
     kept: ParallelConfig = field(default_factory=ParallelConfig)
+    num_tokens: int = 0
 
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed.keys() - set(AXES))
@@ -82,5 +84,6 @@ class Question:
     def config(self, micro_batch_size: int, **parallel: Any) -> Config:
         """Return the configuration of one layout; `parallel` has tp, pp and dp, and what differs from the defaults."""
         per_replica = self.global_batch // (parallel["dp"] * micro_batch_size)
-        train = replace(self.base.train, micro_batch_size=micro_batch_size, num_micro_batches=per_replica)
+        sizes = {"micro_batch_size": micro_batch_size, "num_micro_batches": per_replica, "global_batch": 0}
+        train = replace(self.base.train, **sizes)
         return replace(self.base, parallel=replace(self.base.parallel, **parallel), train=train)

@@ -10,6 +10,15 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.0f} s" if abs(seconds) >= 100 else f"{seconds:.3g} s"
 
 
+def days_text(seconds: float) -> str:
+    """Return how long a run takes: in days, hours or minutes, three digits."""
+    for unit, length in (("days", 86_400.0), ("hours", 3_600.0), ("minutes", 60.0)):
+        if seconds >= length:
+            number = seconds / length
+            return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
+    return seconds_text(seconds)
+
+
 def gigabytes(num_bytes: float) -> str:
     """Return bytes in GB, or in MB, kB or bytes where they are few."""
     if num_bytes >= 10e9:

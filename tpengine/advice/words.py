@@ -11,8 +11,9 @@ from tpengine.advice.question import ALLOCATOR_SHARE, Question
 from tpengine.advice.search import Found, Row, TooLarge
 from tpengine.advice.sheets.parts import StepParts
 from tpengine.advice.sheets.sheet import Sheet
-from tpengine.advice.units import gigabytes, seconds_text
-from tpengine.config import Config, num_blocks, num_shards_of
+from tpengine.advice.units import days_text, gigabytes, seconds_text
+from tpengine.config import Config, ParallelConfig, num_blocks, num_shards_of
+from tpengine.config.rules import zero_in_words
 
 # Parts in the order in which they are told, by their names in StepParts.
 _NAMES: Mapping[str, str] = {
@@ -68,8 +69,17 @@ def answer_lines(question: Question, name: str, found: Found, changed: Sequence[
     others = ", ".join(change.words for change in changed if change.is_certain)
     if told or others:
         yield f"would change it: {told or 'none of: ' + others}"
+    yield f"row 1: {_rate(best, question)}"
+    yield from _zero_of_one_replica(question, found.rows)
     yield f"run it: {run} {found.rows[0].layout.flags(question)}"
     yield from _basis(question, found.rows[0].sheet.config)
+
+
+def _zero_of_one_replica(question: Question, rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a line if stages of ZeRO were asked for, and a row has one replica, which shards nothing."""
+    asked = question.choices("zero", [question.kept.zero])
+    if 0 not in asked and any(row.layout.dp == 1 for row in rows):
+        yield zero_in_words(ParallelConfig(dp=1, zero=asked[0]))
 
 
 def sheet_lines(sheet: Sheet, question: Question) -> Iterator[str]:
@@ -80,6 +90,7 @@ def sheet_lines(sheet: Sheet, question: Question) -> Iterator[str]:
         seconds = getattr(parts, field)
         if abs(seconds) > _NOTHING * sheet.seconds:
             yield f"  {words:<14} {seconds_text(seconds):>10}  {_percent(seconds / sheet.seconds, 1):>7}"
+    yield _rate(sheet, question)
     yield (
         f"MFU {_percent(sheet.share_of_peak(), 1)} (model flops, causal attention counted half), "
         f"{_percent(sheet.share_of_peak(causal_half=False), 1)} (attention counted whole); hardware flops "
@@ -92,7 +103,24 @@ def sheet_lines(sheet: Sheet, question: Question) -> Iterator[str]:
     if limit < float("inf"):
         room = limit - sheet.peak_bytes
         yield f"{'fits' if room >= 0 else 'does not fit'}: {gigabytes(abs(room))} {'left' if room >= 0 else 'too many'}"
+    if said := zero_in_words(sheet.config.parallel):
+        yield said
     yield from _basis(question, sheet.config)
+
+
+def _rate(sheet: Sheet, question: Question) -> str:
+    """Return how many tokens are trained per second, of all ranks and of each, and how long a run's tokens take."""
+    rate = _tokens_per_s(sheet)
+    num_ranks = sheet.layout.tp * sheet.layout.pp * sheet.layout.dp
+    of_each = "GPU" if sheet.machine.is_asynchronous else "rank"
+    takes = f"; {question.num_tokens:,} tokens take {days_text(question.num_tokens / rate)}"
+    return f"{rate:,.0f} tokens/s, {rate / num_ranks:,.0f} per {of_each}{takes if question.num_tokens else ''}"
+
+
+def _tokens_per_s(sheet: Sheet) -> float:
+    train = sheet.config.train
+    tokens = train.micro_batch_size * train.num_micro_batches * sheet.layout.dp * train.seq_len
+    return tokens / sheet.seconds
 
 
 def shares(parts: StepParts) -> str:
@@ -132,6 +160,7 @@ def answer_json(question: Question, name: str, found: Found, changed: Sequence[C
         "ranks": question.num_ranks,
         "global_batch": question.global_batch,
         "seq_len": question.base.train.seq_len,
+        "tokens": question.num_tokens or None,
         "layouts": found.num_layouts,
         "may_fit": found.num_fitting,
         "simulated": found.num_simulated,
@@ -171,6 +200,7 @@ def sheet_json(sheet: Sheet) -> dict[str, Any]:
     """Return one layout's figures as JSON's types."""
     return {
         "step_seconds": sheet.seconds,
+        "tokens_per_s": _tokens_per_s(sheet),
         "parts": asdict(sheet.parts),
         "mfu_attention_causal": sheet.share_of_peak(),
         "mfu_attention_full": sheet.share_of_peak(causal_half=False),

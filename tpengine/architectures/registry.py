@@ -12,6 +12,7 @@ from tpengine.architectures import gemma3, gpt2, llama, mistral, qwen2, qwen3
 from tpengine.architectures.describe import Architecture, ConfigJson
 from tpengine.architectures.describe.table import Found, check_table, find
 from tpengine.config import ModelConfig
+from tpengine.spelling import use
 
 BUILT_IN: dict[str, Architecture] = {
     "llama": llama.ARCHITECTURE,
@@ -38,8 +39,8 @@ def _named(name: str) -> Architecture:
         return BUILT_IN[name]
     if not name.endswith(".py"):
         raise ValueError(
-            f"model.architecture must be one of {', '.join(BUILT_IN)} or a Python file: got {name!r}: use "
-            f"{next(iter(BUILT_IN))}, or FILE.py"
+            f"model.architecture must be one of {', '.join(BUILT_IN)} or a Python file: got {name!r}: "
+            f"{use(name, BUILT_IN)}, or FILE.py"
         )
     return _of_file(Path(name))
 

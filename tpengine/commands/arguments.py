@@ -8,7 +8,6 @@ values, the nearest legal choice. No torch: this runs before torch is imported a
 from __future__ import annotations
 
 import contextlib
-import difflib
 import io
 import math
 import os
@@ -25,11 +24,16 @@ from tpengine.architectures.model_path import model_at
 from tpengine.architectures.registry import check_architecture
 from tpengine.checkpoint.run.resume import continued_config, has_begun, saved_config, without_layout
 from tpengine.commands.given import config_given, permit_settings
-from tpengine.config import Config, decay_steps_of, validate_run
+from tpengine.config import Config, decay_steps_of, resolve_layout, validate_run
 from tpengine.config.details import ModelDetails
+from tpengine.config.dtypes import Dtype, dtype_named
+from tpengine.config.lengths import last_said, with_batch, with_epochs
 from tpengine.config.presets import PRESETS, preset_config
+from tpengine.config.rules import check_ranges
+from tpengine.data import TextCorpus, open_corpus
 from tpengine.distributed.launch import Launch
 from tpengine.last_words import USER_ERROR, one_line, say, tell_torchrun
+from tpengine.spelling import choose, meant
 
 # The numbers of an architecture come from its config.json: they have no flags.
 tyro.conf.configure(tyro.conf.Suppress)(ModelDetails)
@@ -62,9 +66,10 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
     Args:
         argv: arguments without the program's name.
         world_size: number of processes.
-    Returns: preset (default tiny), then --config file, then flags; layout and optim.decay_steps resolved. With --resume
-        and neither preset nor file: the configuration of the run in --run-dir, then flags. With --resume and one of
-        them, once there is a checkpoint: the run's global batch and decay_steps, in a layout that fits the processes.
+    Returns: preset (default tiny), then --config file, then flags; layout, micro-batches, steps and optim.decay_steps
+        resolved. With --resume and neither preset nor file: the configuration of the run in --run-dir, then flags. With
+        --resume and one of them, once there is a checkpoint: the run's global batch and decay_steps, in a layout that
+        fits the processes.
 
     Raises:
         ConfigError: any mistake, one line.
@@ -86,6 +91,7 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
             base = saved if is_alone else base
             config = continued_config(saved, _override(without_layout(base), flags), world_size, base.parallel)
         check_architecture(config.model)
+        config = _with_epochs(config, world_size)
         asked = config.train.steps
         config = validate_run(config, world_size)
         trust.permitted_command(config.train.after_checkpoint)
@@ -136,6 +142,27 @@ def parse_imported(source: str, out: str, argv: Sequence[str]) -> Config:
     return config
 
 
+def _with_epochs(config: Config, world_size: int) -> Config:
+    """Return the configuration with the steps that train.epochs asks for: the text is opened.
+
+    Raises:
+        ValueError: it has no one text, or a text that cannot be read.
+    """
+    if not config.train.epochs:
+        return config
+    check_ranges(config)
+    reads = f"--phases {config.phases}" if config.phases else f"data.mixture {config.data.mixture}"
+    if config.phases or config.data.mixture:
+        raise ValueError(
+            f"train.epochs are of one text: got train.epochs {config.train.epochs:g} and {reads}: use train.tokens or "
+            "train.steps"
+        )
+    config = with_batch(replace(config, parallel=resolve_layout(config.parallel, world_size)))
+    corpus = open_corpus(config)
+    assert isinstance(corpus, TextCorpus), "neither phases nor a mixture"
+    return with_epochs(config, corpus.train.num_windows)
+
+
 def _base_config(preset: str | None, path: str | None) -> Config:
     base = preset_config(preset or "tiny")
     return base if path is None else config_given(path, base)
@@ -155,9 +182,13 @@ def _own_architecture(flags: Sequence[str], config: Config) -> str:
 
 def _given_of_model(flags: Sequence[str]) -> list[str]:
     """Return the settings of the model's numbers that are among the flags."""
-    names = [flag.partition("=")[0].replace("-", "_") for flag in flags if flag.startswith("--model.")]
-    given = [name.removeprefix("__model.").removeprefix("no_") for name in names]
-    return [name for name in given if name != "path" and "dropout" not in name]
+    return [name for name in _given_of("model", flags) if name != "path" and "dropout" not in name]
+
+
+def _given_of(section: str, flags: Sequence[str]) -> list[str]:
+    """Return the settings of a section that are among the flags."""
+    names = [flag.partition("=")[0].replace("-", "_") for flag in flags if flag.startswith(f"--{section}.")]
+    return [name.removeprefix(f"__{section}.").removeprefix("no_") for name in names]
 
 
 @contextlib.contextmanager
@@ -237,15 +268,31 @@ def _take_base(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
 
 def _override(base: Config, flags: Sequence[str]) -> Config:
     """Apply flags with tyro."""
+    flags = _with_dtypes(flags)
     out, err = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            return tyro.cli(Config, prog=PROGRAM, description=_DESCRIPTION, default=base, args=list(flags))
+            config = tyro.cli(Config, prog=PROGRAM, description=_DESCRIPTION, default=base, args=flags)
+        return last_said(config, _given_of("train", flags), "the command line")
     except SystemExit as stop:
         if not stop.code:
             raise HelpRequested(out.getvalue().rstrip()) from None
     _explain(flags)
     raise ValueError(_flatten_box(err.getvalue()))
+
+
+def _with_dtypes(flags: Sequence[str]) -> list[str]:
+    """Return the flags with dtypes by the names that they have here: bf16 is bfloat16."""
+    dtypes = {name for name, setting in _settings().items() if setting.hint == Dtype}
+    found: list[str] = []
+    for flag in flags:
+        name, equals, value = flag.partition("=")
+        if equals and name.replace("_", "-") in dtypes:
+            flag = f"{name}={dtype_named(value)}"
+        elif found and found[-1].replace("_", "-") in dtypes:
+            flag = dtype_named(flag)
+        found.append(flag)
+    return found
 
 
 @dataclass(frozen=True)
@@ -313,10 +360,11 @@ def _unknown(name: str, settings: Mapping[str, _Setting]) -> str:
     # The section that was given counts first; without one, a last part that two sections have means either.
     near: list[str] = []
     for known in (in_section if section else {}, by_last_part):
-        for part in difflib.get_close_matches(last_part, known, n=1, cutoff=0.75) if not near else ():
+        if not near and (part := meant(last_part, known)) is not None:
             near = known[part]
-    near = near or difflib.get_close_matches(name, settings, n=1)
     remedy = f"perhaps you meant {' or '.join(near)}" if near else "see --help for all options"
+    if section and not near and in_section:
+        remedy = f"{section} has {', '.join(in_section)}"
     return f"unknown option {name}: {remedy}"
 
 
@@ -329,8 +377,8 @@ def _check_text(name: str, text: str, setting: _Setting) -> None:
     if get_origin(setting.hint) is Literal:
         choices = [str(choice) for choice in get_args(setting.hint)]
         if text not in choices:
-            near = difflib.get_close_matches(text, choices, n=1, cutoff=0.0)[0]
-            raise ValueError(f"{name} must be one of {', '.join(choices)}: got {text!r}: use {near}")
+            remedy = choose(int(text) if text.isdecimal() else text, get_args(setting.hint))
+            raise ValueError(f"{name} must be one of {', '.join(choices)}: got {text!r}: {remedy}")
         return
     kinds = get_args(setting.hint) or (setting.hint,)
     if str in kinds or (text == "None" and type(None) in kinds):

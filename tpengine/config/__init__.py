@@ -2,12 +2,16 @@
 
 settings.py      the settings: dataclasses, nothing else
 amounts.py       lengths in steps or in tokens
+dtypes.py        dtypes by all of their names
+lengths.py       a step by its sequences, a run by its tokens or epochs
+nearest.py       legal values near a wrong one
 details.py       what an architecture adds to the sizes of a model, out of its config.json
 rules.py         which values are legal, and how sizes that were left out are filled in
 spikes.py        what is done about a step that leaps, and what counts as one
 phases.py        the phases of a run: their steps, their settings, where their samples begin
 step_numbers.py  how files and lines count steps
 toml.py          a configuration written as TOML and read back
+toml_file.py     a TOML file, read
 presets.py       named runs
 exact_sizes.py   how exact mode cuts model and batch, independently of the layout
 """

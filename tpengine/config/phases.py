@@ -1,7 +1,7 @@
 """Phases of a run: which steps each has, what it changes, and where its samples and its schedule begin.
 
     [[phase]]                   # of the file --phases
-    until = 200                 # steps of the run, or "2e6 tokens"; the last phase may leave it out: train.steps
+    until = 200                 # steps of the run, or "2e6 tokens", 2M; the last phase may leave it out: train.steps
     micro_batches = 4           # of a step, over all replicas
     train.seq_len = 256         # any of the settings in `_CHANGES`, under its own name
     optim.schedule = "linear"
@@ -16,17 +16,17 @@ run that is resumed, in whatever layout, finds its place by the number of steps.
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
-from tpengine.config.amounts import amount_of
-from tpengine.config.rules import resolve_layout, validate
+from tpengine.config.amounts import Amount, amount_of, tokens_of
+from tpengine.config.lengths import with_batch, with_steps
+from tpengine.config.rules import check_ranges, resolve_layout, validate
 from tpengine.config.settings import Config, DataConfig, OptimConfig
 from tpengine.config.toml import updated
+from tpengine.config.toml_file import read_toml
+from tpengine.spelling import did_you_mean
 
 _OF_RATE = ("lr", "schedule", "warmup_steps", "decay_steps", "decay_from", "min_lr_ratio")
 _CHANGES: Mapping[str, tuple[str, ...]] = {
@@ -110,16 +110,19 @@ def validate_run(config: Config, world_size: int) -> Config:
     """Check a configuration and all its phases, and resolve the layout and the number of steps.
 
     Returns:
-        As config.validate; with phases, train.steps is where the last one ends.
+        As config.validate, and with the steps that train.tokens asks for; with phases, train.steps is where the last
+        one ends.
 
     Raises:
         ValueError: in one line; what a phase breaks, under its number.
     """
+    check_ranges(config)
+    config = with_batch(replace(config, parallel=resolve_layout(config.parallel, world_size)))
     if not config.phases:
-        return validate(config, world_size)
-    config = replace(config, parallel=resolve_layout(config.parallel, world_size))
+        return validate(with_steps(config), world_size)
     phases = phases_of(config)
-    config = validate(replace(config, train=replace(config.train, steps=phases[-1].end_step)), world_size)
+    train = replace(config.train, steps=phases[-1].end_step, tokens=0)
+    config = validate(replace(config, train=train), world_size)
     for phase in phases_of(config):
         try:
             validate(phase.config, world_size)
@@ -141,7 +144,7 @@ def phases_of(config: Config) -> Phases:
     before = Phase(0, 0, 0, config)
     for number, entry in enumerate(entries):
         try:
-            before = _phase(number, entry, before, is_last=number == len(entries) - 1, steps=config.train.steps)
+            before = _phase(number, entry, before, is_last=number == len(entries) - 1, end=_end_of_run(config))
         except ValueError as error:
             raise ValueError(f"{config.phases}: {error}") from None
         found.append(before)
@@ -152,14 +155,7 @@ def phases_of(config: Config) -> Phases:
 
 
 def _entries(path: str) -> list[dict[str, Any]]:
-    try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise ValueError(f"--phases needs a TOML file in UTF-8: {path}: some bytes are not: check the path") from None
-    except OSError as error:
-        raise ValueError(f"--phases needs a readable file: {path}: {error.strerror}: check the path") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"--phases needs valid TOML: {path}: {error}: correct the file") from None
+    values = read_toml(path, "--phases")
     for key in values:
         if key != "phase":
             raise ValueError(f"{path}: unknown key {key}: did you mean [[phase]]?")
@@ -169,10 +165,16 @@ def _entries(path: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _phase(number: int, entry: Mapping[str, Any], before: Phase, *, is_last: bool, steps: int) -> Phase:
+def _end_of_run(config: Config) -> Amount:
+    """Return where a last phase ends that does not say it."""
+    tokens = tokens_of(config.train.tokens, "train.tokens")
+    return Amount(tokens, "tokens") if tokens else Amount(config.train.steps, "steps")
+
+
+def _phase(number: int, entry: Mapping[str, Any], before: Phase, *, is_last: bool, end: Amount) -> Phase:
     """Return a phase.
 
-    Args: number: of it. entry: of the file. before: the phase before, or the run without phases. steps: train.steps.
+    Args: number: of it. entry: of the file. before: the phase before, or the run without phases. end: of the run.
     """
     config, given = _changed(number, entry, before.config)
     first, tokens_before = (
@@ -180,7 +182,7 @@ def _phase(number: int, entry: Mapping[str, Any], before: Phase, *, is_last: boo
         before.tokens_before + (before.end_step - before.first_step) * (before.tokens_per_step),
     )
     phase = replace(before, number=number, first_step=first, config=config, tokens_before=tokens_before)
-    phase = replace(phase, end_step=_end(phase, entry, is_last, steps))
+    phase = replace(phase, end_step=_end(phase, entry, is_last, end))
     begins_order = number and (
         config.train.seq_len != before.config.train.seq_len
         or replace(config.data, ignore_token=None) != replace(before.config.data, ignore_token=None)
@@ -199,13 +201,18 @@ def _phase(number: int, entry: Mapping[str, Any], before: Phase, *, is_last: boo
     return replace(phase, config=config, schedule=number, keeps_rate="lr" not in of_rate)
 
 
-def _end(phase: Phase, entry: Mapping[str, Any], is_last: bool, steps: int) -> int:
+def _end(phase: Phase, entry: Mapping[str, Any], is_last: bool, end: Amount) -> int:
     name = f"phase {phase.number + 1}"
     if "until" not in entry and not is_last:
         raise ValueError(
             f'every phase but the last must say where it ends: {name} does not: give until = STEPS or "N tokens"'
         )
-    until = amount_of(entry.get("until", steps), f"until of {name}")
+    if "until" in entry and is_last and end.unit == "tokens":
+        raise ValueError(
+            f"one setting says where a run ends: {name}, the last one, has until {entry['until']!r}, beside "
+            f"train.tokens: leave one out"
+        )
+    until = amount_of(entry["until"], f"until of {name}") if "until" in entry else end
     if until.unit == "steps":
         if until.number <= phase.first_step:
             raise ValueError(
@@ -234,9 +241,8 @@ def _changed(number: int, entry: Mapping[str, Any], config: Config) -> tuple[Con
     for key, value in entry.items():
         if key in ("until", "micro_batches"):
             continue
-        if isinstance(value, dict):
-            given[key] = value
         _check_key(name, key, value)
+        given[key] = value
     config = updated(_reading(config, given.get("data", {})), given, name)
     in_all = entry.get("micro_batches", samples_per_step(config) // max(1, config.train.micro_batch_size))
     dp = config.parallel.dp or 1
@@ -263,6 +269,11 @@ def _reading(config: Config, changes: Mapping[str, Any]) -> Config:
 def _check_key(name: str, key: str, value: object) -> None:
     """Raise ValueError if a phase has a key that it may not have."""
     legal = ["until", "micro_batches", *(f"{section}.{one}" for section, ones in _CHANGES.items() for one in ones)]
+    sections = {one.partition(".")[0] for one in legal if "." in one}
+    if key in sections and not isinstance(value, dict):
+        raise ValueError(f"a section must be a table: {name} has {key} = {value!r}: write {key}.NAME = VALUE")
+    if "." in key:
+        raise ValueError(f'a setting\'s name has no quotes: {name} has "{key}": write {key} = {value!r}')
     for full in [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]:
         if full in legal:
             continue
@@ -275,5 +286,4 @@ def _check_key(name: str, key: str, value: object) -> None:
                 f"a phase cannot change {full}, which is the whole run's: {name} does: a phase may change "
                 f"{', '.join(legal[1:4])}, ..."
             )
-        nearest = difflib.get_close_matches(full, legal, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown key {full} in {name}: did you mean {nearest}?")
+        raise ValueError(f"unknown key {full} in {name}: {did_you_mean(full, legal)}")

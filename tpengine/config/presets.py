@@ -6,11 +6,11 @@ depends on the number of processes.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from tpengine.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from tpengine.spelling import use
 
 
 def tiny() -> Config:
@@ -38,6 +38,23 @@ def llama_1b() -> Config:
             vocab_size=32768,
         ),
         train=TrainConfig(seq_len=2048, micro_batch_size=4, num_micro_batches=4, dtype="bfloat16"),
+        optim=OptimConfig(lr=3e-4),
+    )
+
+
+def llama_8b() -> Config:
+    """The shape of Llama 3 8B: 8,030,261,248 parameters in bfloat16."""
+    return Config(
+        model=ModelConfig(
+            hidden_size=4096,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            ffn_size=14336,
+            vocab_size=128256,
+            rope_theta=500000.0,
+        ),
+        train=TrainConfig(seq_len=8192, micro_batch_size=1, num_micro_batches=16, dtype="bfloat16"),
         optim=OptimConfig(lr=3e-4),
     )
 
@@ -84,17 +101,23 @@ def certify() -> Config:
 
 
 PRESETS: Mapping[str, Callable[[], Config]] = MappingProxyType(
-    {"tiny": tiny, "bench": bench, "llama_1b": llama_1b, "llama_70b": llama_70b, "certify": certify}
+    {
+        "tiny": tiny,
+        "bench": bench,
+        "llama_1b": llama_1b,
+        "llama_8b": llama_8b,
+        "llama_70b": llama_70b,
+        "certify": certify,
+    }
 )
 
 
 def preset_config(spelling: str) -> Config:
     """Return the configuration of a preset; "-" may be written for "_" in its name.
 
-    Raises: ValueError: no such preset; names the nearest.
+    Raises: ValueError: no such preset; names the one that was meant, if that is plain.
     """
     name = spelling.replace("-", "_")
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"--preset must be one of {', '.join(PRESETS)}: got {name!r}: use {near}")
+        raise ValueError(f"--preset must be one of {', '.join(PRESETS)}: got {name!r}: {use(name, PRESETS)}")
     return PRESETS[name]()

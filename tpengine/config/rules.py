@@ -10,20 +10,38 @@ import re
 import shlex
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
-from tpengine.config.amounts import Amount, amount_of
+from tpengine.config.amounts import Amount, amount_of, tokens_of
 from tpengine.config.exact_sizes import MOST_SHARDS, largest_dp, num_shards_of
+from tpengine.config.lengths import MOST_MICRO_BATCHES, MOST_STEPS, with_batch
+from tpengine.config.nearest import divisors, nearest_multiples, nearest_of
 from tpengine.config.settings import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, round_up
 from tpengine.config.spikes import spike_rule_of
 from tpengine.plan import Schedule, make_schedule
+from tpengine.spelling import choose
 
-# Of a model; of a run; of a step and replica.
+# Of a model.
 MOST_LAYERS = 2**14
-MOST_STEPS = 2**40
-MOST_MICRO_BATCHES = 2**14
+# Of a pipeline rank; of a micro-batch; of a step.
+MOST_CHUNKS = 2**10
+MOST_SEQUENCES = 2**16
+MOST_BATCH = 2**32
+
+
+# The sizes of a layout, and the most processes that are counted with.
+_SIZES = ("tp", "pp", "dp")
+MOST_RANKS = 2**24
+
+
+def check_sizes(parallel: ParallelConfig) -> None:
+    """Raise ValueError for a size of a layout that is none by itself, whatever the others are."""
+    for axis in _SIZES:
+        size = getattr(parallel, axis)
+        if size is not None and not 1 <= size <= MOST_RANKS:
+            rule, nearest = ("at least 1", 1) if size < 1 else (f"at most {MOST_RANKS}", MOST_RANKS)
+            raise ValueError(f"{axis} must be {rule}: got {size}: use {nearest}")
 
 
 def resolve_layout(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
@@ -37,10 +55,8 @@ def resolve_layout(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
     """
     if world_size < 1:
         raise ValueError(f"a run needs a process: the number of processes is {world_size}: start at least 1")
-    given = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "dp")}
-    for axis, size in given.items():
-        if size is not None and size < 1:
-            raise ValueError(f"{axis} must be at least 1: got {size}: use 1")
+    check_sizes(parallel)
+    given = {axis: getattr(parallel, axis) for axis in _SIZES}
     known = math.prod(size for size in given.values() if size is not None)
     rest, remainder = divmod(world_size, known)
     missing = [axis for axis, size in given.items() if size is None]
@@ -70,19 +86,19 @@ def validate(config: Config, world_size: int) -> Config:
         world_size: number of processes.
 
     Returns:
-        The configuration with tp, pp and dp set.
+        The configuration with tp, pp, dp and the micro-batches of a step set.
 
     Raises:
         ValueError: the rule, the values and the nearest legal choice, in one line.
     """
-    _check_ranges(config)
+    check_ranges(config)
     _check_data(config)
     _check_evaluation(config)
     _check_after_checkpoint(config.train)
     _check_checkpoints(config.train)
     profiled_steps(config)
     _check_model(config.model)
-    config = replace(config, parallel=resolve_layout(config.parallel, world_size))
+    config = with_batch(replace(config, parallel=resolve_layout(config.parallel, world_size)))
     _check_learning_rate(config)
     _check_layout(config)
     _check_schedule(config)
@@ -249,13 +265,15 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
         "model.residual_dropout": (0, _BELOW_ONE),
         "model.attention_dropout": (0, _BELOW_ONE),
         "model.mlp_dropout": (0, _BELOW_ONE),
-        "parallel.chunks_per_rank": (1, 2**10),
-        "parallel.bucket_bytes": (1, None),
-        "parallel.memory_limit": (0, None),
+        "parallel.chunks_per_rank": (1, MOST_CHUNKS),
+        "parallel.bucket_bytes": (1, 2**62),
+        "parallel.memory_limit": (0, 2**62),
         "train.seq_len": (1, 2**24),
-        "train.micro_batch_size": (1, 2**16),
+        "train.micro_batch_size": (1, MOST_SEQUENCES),
         "train.num_micro_batches": (1, MOST_MICRO_BATCHES),
+        "train.global_batch": (0, MOST_BATCH),
         "train.steps": (1, MOST_STEPS),
+        "train.epochs": (0, 2**30),
         "train.seed": (0, 2**63 - 1),
         "train.eval_micro_batches": (0, 2**14),
         "train.sample_tokens": (0, 2**20),
@@ -279,7 +297,9 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
 )
 
 
-def _check_ranges(config: Config) -> None:
+def check_ranges(config: Config) -> None:
+    """Raise ValueError for the first setting whose value is none by itself, whatever the others are."""
+    tokens_of(config.train.tokens, "train.tokens")
     for key, (low, high) in _RANGES.items():
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
@@ -306,7 +326,9 @@ def _check_ranges(config: Config) -> None:
         key, value = section + name, getattr(owner, name)
         choices = typing.get_args(typing.get_type_hints(type(owner))[name])
         if value not in choices:
-            raise ValueError(f"{key} must be one of {', '.join(map(str, choices))}: got {value!r}: use {choices[0]}")
+            raise ValueError(
+                f"{key} must be one of {', '.join(map(str, choices))}: got {value!r}: {choose(value, choices)}"
+            )
     token, vocab = config.data.ignore_token, config.model.vocab_size
     if token is not None and not 0 <= token < vocab:
         raise ValueError(
@@ -343,13 +365,13 @@ def _check_model(model: ModelConfig) -> None:
     if not model.details.head_size and (d % heads or model.head_size % 2):
         raise ValueError(
             f"hidden_size must be num_heads times an even head size: hidden_size {d}, num_heads {heads}: "
-            f"use {_nearest_multiples('hidden_size', d, 2 * heads)}, or "
-            f"{_nearest_where('num_heads', heads, partial(_can_have_heads, d, kv, 1), d)}"
+            f"use {nearest_multiples('hidden_size', d, 2 * heads)}, or "
+            f"{nearest_of('num_heads', heads, _legal_heads(model, 1))}"
         )
     if heads % kv:
         raise ValueError(
             f"num_heads must be divisible by num_kv_heads: num_heads {heads}, num_kv_heads {kv}: "
-            f"use {_nearest_where('num_kv_heads', kv, lambda g: heads % g == 0, heads)}"
+            f"use {nearest_of('num_kv_heads', kv, divisors(heads))}"
         )
 
 
@@ -371,51 +393,50 @@ def _check_layout(config: Config) -> None:
     # The sizes of a model that a directory has are no settings: there the layout alone can change.
     is_open = not model.path
     if model.num_heads % tp:
-        legal_heads = partial(_can_have_heads, model.hidden_size, model.num_kv_heads, tp)
-        other = f", or {_nearest_where('num_heads', model.num_heads, legal_heads, model.hidden_size)}"
+        other = f", or {nearest_of('num_heads', model.num_heads, _legal_heads(model, tp))}"
         raise ValueError(
             f"num_heads must be divisible by tp: num_heads {model.num_heads}, tp {tp}: use "
-            f"{_nearest_where('tp', tp, partial(_divides, math.gcd(model.num_heads, world_size)), world_size)}"
+            f"{nearest_of('tp', tp, divisors(math.gcd(model.num_heads, world_size)))}"
             f"{other if is_open else ''}"
         )
     if model.ffn_size % tp:
-        other = f", or {_nearest_multiples('ffn_size', model.ffn_size, tp)}"
+        other = f", or {nearest_multiples('ffn_size', model.ffn_size, tp)}"
         raise ValueError(
             f"ffn_size must be divisible by tp: ffn_size {model.ffn_size}, tp {tp}: use "
-            f"{_nearest_where('tp', tp, partial(_divides, math.gcd(model.ffn_size, world_size)), world_size)}"
+            f"{nearest_of('tp', tp, divisors(math.gcd(model.ffn_size, world_size)))}"
             f"{other if is_open else ''}"
         )
     kv = model.num_kv_heads
-    if kv % tp and tp % kv:
-        shares = partial(_shares_heads, math.gcd(model.num_heads, world_size), kv)
-        legal = _nearest_where("num_kv_heads", kv, lambda g: g % tp == 0 or tp % g == 0, 2 * kv * tp)
-        raise ValueError(
-            f"num_kv_heads must divide tp or be divisible by it: num_kv_heads {kv}, tp {tp}: use "
-            f"{legal if is_open else _nearest_where('tp', tp, shares, world_size)}"
-        )
+    if not _shares_heads(kv, tp):
+        sharing = [of for of in divisors(math.gcd(model.num_heads, world_size)) if _shares_heads(kv, of)]
+        remedy = nearest_of("num_kv_heads", kv, _legal_kv_heads(kv, tp)) if is_open else nearest_of("tp", tp, sharing)
+        raise ValueError(f"num_kv_heads must divide tp or be divisible by it: num_kv_heads {kv}, tp {tp}: use {remedy}")
     tokens = train.micro_batch_size * train.seq_len
     if tokens % tp:
         raise ValueError(
             f"the tokens of a micro-batch must be divisible by tp: micro_batch_size {train.micro_batch_size} * "
-            f"seq_len {train.seq_len} = {tokens}, tp {tp}: use {_nearest_multiples('seq_len', train.seq_len, tp)}, "
-            f"or {_nearest_multiples('micro_batch_size', train.micro_batch_size, tp)}"
+            f"seq_len {train.seq_len} = {tokens}, tp {tp}: use {nearest_multiples('seq_len', train.seq_len, tp)}, "
+            f"or {nearest_multiples('micro_batch_size', train.micro_batch_size, tp)}"
         )
     if train.num_micro_batches * dp > _MOST_MICRO_BATCHES:
         raise ValueError(
             f"a step has at most {_MOST_MICRO_BATCHES} micro-batches: num_micro_batches {train.num_micro_batches} * dp "
             f"{dp}: use num_micro_batches {_MOST_MICRO_BATCHES // dp} or fewer"
         )
-    _check_zero(config, dp)
+    _check_residency(config.parallel)
     if train.reduction == "exact":
         _check_exact(config, tp, dp)
 
 
-def _check_zero(config: Config, dp: int) -> None:
-    zero, residency = config.parallel.zero, config.parallel.residency
-    if zero and dp == 1:
-        raise ValueError(
-            f"zero shards what dp replicas hold alike: zero {zero} with dp 1 saves nothing: use dp 2 or more, or zero 0"
-        )
+def zero_in_words(parallel: ParallelConfig) -> str:
+    """Return a line that says that the stage of ZeRO is 0 in effect; empty where it is as it was asked for."""
+    if parallel.zero == parallel.zero_in_effect:
+        return ""
+    return f"zero {parallel.zero} with dp 1 is zero 0 in effect: replicas share what all hold, and there is one"
+
+
+def _check_residency(parallel: ParallelConfig) -> None:
+    zero, residency = parallel.zero, parallel.residency
     if zero != ZERO_OF_SLICED_WEIGHTS and residency != "auto":
         raise ValueError(
             f"residency says how long zero {ZERO_OF_SLICED_WEIGHTS} keeps gathered weights: residency {residency} "
@@ -431,7 +452,7 @@ def _check_exact(config: Config, tp: int, dp: int) -> None:
             f"with train.reduction exact tp must divide the number of shards, {shards}, that num_heads "
             f"{model.num_heads}, num_kv_heads {model.num_kv_heads}, ffn_size {model.ffn_size} and "
             f"{train.micro_batch_size} * {train.seq_len} tokens allow: tp {tp}: use "
-            f"{_nearest_where('tp', tp, partial(_divides, shards), shards)}, or train.reduction fast"
+            f"{nearest_of('tp', tp, divisors(shards))}, or train.reduction fast"
         )
     blocks = largest_dp(train.num_micro_batches * dp)
     if blocks % dp:
@@ -439,32 +460,21 @@ def _check_exact(config: Config, tp: int, dp: int) -> None:
         raise ValueError(
             f"with train.reduction exact dp must divide the {blocks} blocks that the {train.num_micro_batches} * {dp} "
             f"micro-batches of a step are summed in: dp {dp}: use "
-            f"{_nearest_where('dp', dp, partial(_divides, MOST_SHARDS), MOST_SHARDS)}, "
+            f"{nearest_of('dp', dp, divisors(MOST_SHARDS))}, "
             "or train.reduction fast"
         )
 
 
-def _can_have_heads(hidden_size: int, num_kv_heads: int, tp: int, num_heads: int) -> bool:
-    return hidden_size % (2 * num_heads) == 0 and num_heads % num_kv_heads == 0 and num_heads % tp == 0
+def _legal_heads(model: ModelConfig, tp: int) -> list[int]:
+    """Return the numbers of query heads that width, KV heads and tp allow."""
+    even = divisors(model.hidden_size // 2) if model.hidden_size % 2 == 0 else ()
+    return [heads for heads in even if heads % model.num_kv_heads == 0 and heads % tp == 0]
 
 
-def _shares_heads(num_heads: int, num_kv_heads: int, tp: int) -> bool:
-    return num_heads % tp == 0 and (num_kv_heads % tp == 0 or tp % num_kv_heads == 0)
+def _legal_kv_heads(kv: int, tp: int) -> list[int]:
+    """Return numbers of KV heads that divide tp or are divisible by it: all that are near `kv`."""
+    return [*divisors(tp), *(multiple for multiple in (kv // tp * tp, round_up(kv, tp)) if multiple)]
 
 
-def _divides(number: int, divisor: int) -> bool:
-    return number % divisor == 0
-
-
-def _nearest_multiples(name: str, number: int, multiple: int) -> str:
-    """Return the multiples on both sides of `number` as text: "seq_len 126 or 128"."""
-    up = round_up(number, multiple)
-    return f"{name} {up}" if up == multiple else f"{name} {up - multiple} or {up}"
-
-
-def _nearest_where(name: str, number: int, legal: Callable[[int], bool], largest: int) -> str:
-    """Return the nearest legal values on both sides of `number`, between 1 and `largest`, as text."""
-    below = next((n for n in range(min(number, largest), 0, -1) if legal(n)), None)
-    above = next((n for n in range(number, largest + 1) if legal(n)), None)
-    found = [str(n) for n in (below, above) if n is not None]
-    return f"{name} {' or '.join(found)}" if found else f"another {name}"
+def _shares_heads(num_kv_heads: int, tp: int) -> bool:
+    return num_kv_heads % tp == 0 or tp % num_kv_heads == 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tpengine.config.details import ModelDetails
+from tpengine.config.dtypes import Dtype
 
 # The label of a target that is not counted in the loss: torch's convention.
 IGNORED_LABEL = -100
@@ -89,7 +90,7 @@ class ParallelConfig:
     of one host, GPUs that can access each other), or by collectives."""
     zero: Literal[0, 1, 2, 3] = 0
     """What data-parallel replicas shard, instead of each holding all of it (ZeRO): 1 moments and masters, 2
-    gradients too, 3 weights too."""
+    gradients too, 3 weights too. One replica has nothing to shard: there each stage is 0 in effect."""
     residency: Literal["auto", "step", "use"] = "auto"
     """With zero 3, how long gathered weights stay: from first to last use in a step, or for one use each; auto chooses
     what is fastest and fits."""
@@ -98,6 +99,11 @@ class ParallelConfig:
     share of the host's free memory."""
     bucket_bytes: int = 25_000_000
     """Gradient bucket size in bytes: a bucket is reduced as soon as it is complete."""
+
+    @property
+    def zero_in_effect(self) -> int:
+        """The stage of ZeRO that is run: that of the setting, and 0 with one replica. The layout must be resolved."""
+        return self.zero if self.dp != 1 else 0
 
 
 @dataclass(frozen=True)
@@ -110,17 +116,25 @@ class TrainConfig:
     """Sequences per micro-batch."""
     num_micro_batches: int = 4
     """Micro-batches per step and data-parallel replica."""
+    global_batch: int = 0
+    """Sequences per step, of all replicas, instead of num_micro_batches, which follows from it; 0 leaves that as it
+    is."""
     steps: int = 250
     """Optimizer steps."""
+    tokens: int | str = 0
+    """Length of the run in tokens, instead of steps: 2000000, 2B, "500M tokens"; 0 leaves steps as they are."""
+    epochs: float = 0.0
+    """Length of the run in passes over the text that is trained on, instead of steps; 0 leaves steps as they are."""
     profile_steps: str = "auto"
     """Steps to record, as A:B for those after A finished steps until B are: `tpengine diagnose` then says why a step
     takes as long as it does. Timelines, and the costs to predict other schedules from, are written to the run
     directory. auto records 8 once a run has warmed up; empty records none."""
     seed: int = 0
     """Seed of initial weights, data order, dropout and sampling."""
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
-    """Dtype of weights and activations; gradients, moments and masters are kept in at least float32. With float16 the
-    loss is scaled: a step whose gradient overflows is skipped, and the scale halves."""
+    dtype: Dtype = "float32"
+    """Dtype of weights and activations (bf16, fp32, half and their like are understood); gradients, moments and masters
+    are kept in at least float32. With float16 the loss is scaled: a step whose gradient overflows is skipped, and the
+    scale halves."""
     reduction: Literal["fast", "exact"] = "fast"
     """Order of sums: fast depends on the layout; with exact all layouts give the same bits, with tp and dp at most 8
     and one thread per process."""

@@ -8,9 +8,10 @@ How steps are judged is in training/update/spikes.py.
 
 from __future__ import annotations
 
-import difflib
 import re
 from typing import Literal, NamedTuple, cast, get_args
+
+from tpengine.spelling import meant
 
 Action = Literal["skip", "rollback", "stop"]
 _ACTIONS: tuple[str, ...] = get_args(Action)
@@ -44,7 +45,7 @@ def spike_rule_of(text: str) -> SpikeRule | None:
     match = _FORM.fullmatch(text.strip())
     action = match.group(1) if match else text.split(" ")[0]
     if match is None or action not in _ACTIONS:
-        near = (difflib.get_close_matches(action, _ACTIONS, n=1, cutoff=0.0) or ["skip"])[0]
+        near = meant(action, _ACTIONS) or "skip"
         raise ValueError(
             f"train.spike must be skip, rollback or stop, then maybe a number of spreads and of steps: got {text!r}: "
             f'use {near}, or "{near} {SpikeRule("skip").spreads:g} {SpikeRule("skip").window}"'

@@ -5,16 +5,24 @@ Values that are read must have the types of their fields; config.validate checks
 
 from __future__ import annotations
 
-import difflib
-import tomllib
+import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from tpengine.config.details import ModelDetails
+from tpengine.config.dtypes import Dtype, dtype_named
+from tpengine.config.lengths import DECIDING, last_said, open_settings
 from tpengine.config.settings import Config
+from tpengine.config.toml_file import read_toml
+from tpengine.spelling import choose, did_you_mean
+
+# A plain number, within what a float counts exactly.
+_NUMBER = re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,15})?")
+# Characters of a wrong value that a message shows.
+_MOST_SHOWN = 60
 
 
 def dump_toml(config: Config) -> str:
@@ -28,6 +36,13 @@ def dump_toml(config: Config) -> str:
     }
     if config.model.details == ModelDetails():
         del values["model"]["details"]
+    # What is left open is written as it was said, not as numbers that it will decide.
+    undecided = set(open_settings(config.train))
+    values["train"] = {
+        name: value
+        for name, value in values["train"].items()
+        if name not in undecided and (value or name not in DECIDING)
+    }
     return tomli_w.dumps(values)
 
 
@@ -35,19 +50,12 @@ def load_toml(path: str | Path, base: Config) -> Config:
     """Read a TOML file over `base`: sections model, parallel, train, data, optim; top-level device, run_dir and resume.
 
     Raises:
-        ValueError: no such file, malformed TOML, an unknown key (with the nearest), a value of the wrong type.
+        ValueError: no such file, malformed TOML, an unknown key, a value of the wrong type, two settings that say the
+            same, as train.steps and train.tokens.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"--config needs a TOML file in UTF-8: {path}: some bytes are not: check the path") from None
-    except OSError as error:
-        raise ValueError(f"--config needs a readable file: {path}: {error.strerror}: check the path") from None
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"--config needs valid TOML: {path}: {error}: correct the file") from None
-    return updated(base, values, str(path))
+    values = read_toml(path, "--config")
+    config = updated(base, values, str(path))
+    return last_said(config, values.get("train", ()), str(path))
 
 
 def updated(base: Config, values: Mapping[str, Any], path: str) -> Config:
@@ -67,33 +75,63 @@ def _updated(base: Any, values: Mapping[str, Any], prefix: str, path: str) -> An
     for name, value in values.items():
         key = prefix + name
         if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"{path}: unknown key {key}: did you mean {prefix}{nearest}?")
+            raise ValueError(f"{path}: unknown key {key}: {did_you_mean(name, list(known), prefix)}")
         if is_dataclass(known[name]):
             if not isinstance(value, dict):
-                raise ValueError(f"{path}: {key} must be a table: got {value!r}: write [{key}]")
+                raise ValueError(f"{path}: {key} must be a table: got {_spelled(value)}: write [{key}]")
             changes[name] = _updated(known[name], value, key + ".", path)
         else:
-            changes[name] = _typed(hints[name], value, key, path)
+            changes[name] = _typed(hints[name], value, known[name], key, path)
     return replace(base, **changes)
 
 
-def _typed(hint: Any, value: Any, key: str, path: str) -> Any:
-    """Check a TOML value against a field's type: an integer is accepted as a float, a boolean not as an integer."""
+def _typed(hint: Any, value: Any, default: Any, key: str, path: str) -> Any:
+    """Check a TOML value against a field's type: an integer is a float too, and nothing else is another type.
+
+    Args: hint: of the field. value: as tomllib reads it. default: a legal value, for the message.
+    """
+    if hint == Dtype and isinstance(value, str):
+        value = dtype_named(value)
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
     if choices:
-        if value in choices:
+        # Python takes true for 1, and 1.0 too.
+        if any(type(value) is type(choice) and value == choice for choice in choices):
             return value
-        raise ValueError(f"{path}: {key} must be one of {', '.join(choices)}: got {value!r}: use {choices[0]}")
+        names = ", ".join(map(str, choices))
+        raise ValueError(f"{path}: {key} must be one of {names}: got {_spelled(value)}: {choose(value, choices)}")
     if typing.get_origin(hint) is tuple:
         of = typing.get_args(hint)[0]
         if not isinstance(value, list) or any(type(entry) is not of for entry in value):
-            raise ValueError(f"{path}: {key} must be an array of {of.__name__}: got {value!r}: correct the value")
+            raise ValueError(
+                f"{path}: {key} must be an array of {of.__name__}: got {_spelled(value)}: use {_spelled(list(default))}"
+            )
         return tuple(value)
     wanted = [t for t in (typing.get_args(hint) or (hint,)) if t is not type(None)]
     if float in wanted and type(value) is int and abs(value) < 2**53:
         return float(value)
     if type(value) not in wanted:
         names = " or ".join(t.__name__ for t in wanted)
-        raise ValueError(f"{path}: {key} must be of type {names}: got {value!r}: correct the value")
+        remedy = _as_one_of(wanted, value, default)
+        raise ValueError(f"{path}: {key} must be of type {names}: got {_spelled(value)}: {remedy}")
     return value
+
+
+def _as_one_of(wanted: Sequence[type], value: Any, default: Any) -> str:
+    """Return the remedy for a value of another type: the same value, where it is only written otherwise."""
+    if bool in wanted and str(value).lower() in ("0", "1", "true", "false"):
+        return f"use {_spelled(str(value).lower() in ('1', 'true'))}"
+    number = value.strip() if isinstance(value, str) else str(value)
+    if {int, float} & set(wanted) and type(value) in (str, float, int) and _NUMBER.fullmatch(number):
+        whole = float(number) == int(float(number))
+        if float in wanted:
+            return f"use {float(number)!r}"
+        return f"use {int(float(number))}" if whole else f"use {round(float(number))}"
+    return f"use {_spelled(default)}" if default is not None else "leave it out"
+
+
+def _spelled(value: object) -> str:
+    """Return a value as TOML has it, more or less: a table or a long text by its beginning."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

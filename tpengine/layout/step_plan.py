@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tpkernels.work import attention_work, matmul_work
 
 from tpengine.config import Config, ModelConfig, num_shards_of, schedule_of
-from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS
+from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
 from tpengine.layout.parameters import (
     EMBEDDING,
     BucketLayout,
@@ -173,13 +173,14 @@ def layout_of(config: Config, residency: Residency | None = None, balanced_for: 
             parallel.bucket_bytes,
             item,
             tapered=ends_after == 0,
-            in_order_of_use=parallel.zero > 0,
+            in_order_of_use=parallel.zero_in_effect > 0,
         )
         placed += [PlacedBucket((chunk,), layout) for layout in layouts]
     for chunks in gradients:
         if len(chunks) > 1:
             placed += [PlacedBucket(chunks, layout) for layout in bucket_layouts(gradients[chunks], 1, item)]
-    asked = Residency.STEP if parallel.residency == "auto" else Residency(parallel.residency)
+    is_open = parallel.residency == "auto" or parallel.zero_in_effect != ZERO_OF_SLICED_WEIGHTS
+    asked = Residency.STEP if is_open else Residency(parallel.residency)
     return Layout(
         parallel.pp,
         parallel.dp,
@@ -187,7 +188,7 @@ def layout_of(config: Config, residency: Residency | None = None, balanced_for: 
         schedule.ranks,
         layers,
         dict(enumerate(placed)),
-        parallel.zero,
+        parallel.zero_in_effect,
         residency or asked,
     )
 
@@ -215,14 +216,16 @@ def chunk_gradients(
         if exact:
             # Each use of tied embeddings on one rank has buffers of its own, filled by the chunk that uses it.
             uses = (False, True) if model.tie_embeddings and last == 0 else (shares_ends and chunk == last,)
-            sliced = config.parallel.zero > 0
+            sliced = config.parallel.zero_in_effect > 0
             found[chunk,] = exact_gradients(specs, table_size, table_size // tp, uses, sliced=sliced)
             continue
         if shares_ends:
             specs = tuple(spec for spec in specs if spec.name != EMBEDDING)
         # The slices of a table that two ranks hold are summed between them, and so must be the same elements.
         shared = {EMBEDDING} if model.tie_embeddings and last > 0 else ()
-        found[chunk,] = sliced_gradients(specs, tp, shared) if config.parallel.zero else gradients_of(specs, tp)
+        found[chunk,] = (
+            sliced_gradients(specs, tp, shared) if config.parallel.zero_in_effect else gradients_of(specs, tp)
+        )
     if shares_ends and not exact:
         found[0, last] = gradients_of([embedding_spec(model, tp)], tp)
     return found
@@ -316,7 +319,7 @@ def reduced_of(config: Config) -> Reduced:
 
     Exact mode adds blocks of micro-batches on each replica, in a tree, before it sums over replicas.
     """
-    each = config.parallel.zero >= ZERO_OF_SLICED_GRADIENTS and config.train.reduction == "fast"
+    each = config.parallel.zero_in_effect >= ZERO_OF_SLICED_GRADIENTS and config.train.reduction == "fast"
     return Reduced.MICROBATCH if each else Reduced.STEP
 
 

@@ -51,7 +51,7 @@ def test_there_are_few_settings_with_distinct_names() -> None:
     names = setting_names(Config())
     # A path is the data's and the model's, a schedule the pipeline's and the learning rate's.
     assert sorted(names) == sorted([*set(names), "path", "schedule"])
-    assert len(names) <= 68
+    assert len(names) <= 71
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,6 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"schedule": "1f1c"}, 1, ["schedule must be one of", "1f1b", "gpipe", "1f1c"]),
     ({"dtype": "float8"}, 1, ["dtype must be one of", "float8", "bfloat16"]),
     ({"zero": 4, "dp": 2}, 2, ["zero must be one of", "4", "3"]),
-    ({"zero": 3, "tp": 1}, 1, ["zero 3 with dp 1 saves nothing", "dp 2"]),
     ({"zero": 2, "residency": "use", "dp": 2}, 2, ["residency use with zero 2", "zero 3"]),
     ({"device": "gpu"}, 1, ["device must be one of", "gpu", "cuda"]),
     ({"bucket_bytes": 0}, 1, ["bucket_bytes must be at least 1", "0"]),
@@ -283,12 +282,12 @@ def test_toml_changes_only_what_it_names(tmp_path: Path) -> None:
         ('devize = "cpu"', ["unknown", "devize", "device"]),
         ("model = 3", ["model", "3", "[model]"]),
         ('[train]\nsteps = "many"', ["train.steps", "int", "many"]),
-        ("[train]\nsteps = true", ["train.steps", "int", "True"]),
+        ("[train]\nsteps = true", ["train.steps", "int", "true", "use 250"]),
         ("[train]\nsteps = 1.5", ["train.steps", "int", "1.5"]),
         ("[model]\ntie_embeddings = 1", ["tie_embeddings", "1"]),
         ('[train]\ndtype = "float8"', ["dtype", "float8", "bfloat16"]),
         ("[data]\npath = 3", ["data.path", "str", "3"]),
-        ("[optim]\nlr = false", ["optim.lr", "float", "False"]),
+        ("[optim]\nlr = false", ["optim.lr", "float", "false"]),
         ("[optim\nlr = 1", ["TOML"]),
     ],
 )

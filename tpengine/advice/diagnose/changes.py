@@ -116,7 +116,11 @@ def evaluated(
     before = baseline.evidence.config
     try:
         config = validate(changed(before, **settings), len(baseline.evidence.profile.ranks))
-        residency = None if "residency" in settings or not config.parallel.zero else baseline.evidence.layout.residency
+        residency = (
+            None
+            if "residency" in settings or not config.parallel.zero_in_effect
+            else baseline.evidence.layout.residency
+        )
         layout = layout_of(config, residency)
         plan = training_plan(config, layout)
     except ValueError:

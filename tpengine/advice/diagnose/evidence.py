@@ -92,7 +92,7 @@ def read_evidence(run_dir: Path, own: str = "") -> Evidence:
     config = validate_run(config, math.prod(size or 1 for size in (parallel.tp, parallel.pp, parallel.dp)))
     phases, recorded = phases_of(config), {step.step for step in profile.steps}
     phase = phases.at(min(recorded))
-    layout = phase_layouts(phases, profile.residency if config.parallel.zero else None)[phase.number]
+    layout = phase_layouts(phases, profile.residency if config.parallel.zero_in_effect else None)[phase.number]
     config = replace(phase.config, phases="")
     plan = training_plan(config, layout)
     _check_same(run_dir, config, layout, plan, profile)

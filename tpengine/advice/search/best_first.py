@@ -41,6 +41,7 @@ def search(
     known: Bounds | None = None,
     *,
     tells_all: bool = True,
+    watch: Callable[[int, float], None] = lambda *_: None,
 ) -> Found:
     """Return the fastest layouts.
 
@@ -52,8 +53,9 @@ def search(
         known: bounds of another question of this model.
         tells_all: verify the rows' plans, count layouts, and explain the nearest that does not fit; else only rows are
             looked for.
+        watch: called now and then with how many layouts were simulated, and the fastest step so far, infinite without.
     """
-    return _Search(question, num_rows, limit_seconds, clock, known).run(tells_all=tells_all)
+    return _Search(question, num_rows, limit_seconds, clock, known).run(watch, tells_all=tells_all)
 
 
 class _Search:
@@ -78,10 +80,10 @@ class _Search:
         self.refused: dict[str, int] = {}
         self.num_simulated = 0
 
-    def run(self, *, tells_all: bool) -> Found:
+    def run(self, watch: Callable[[int, float], None], *, tells_all: bool) -> Found:
         for shape in shapes(self.question):
             self._push(self.bounds.least_seconds(*shape), shape[:3], lambda shape=shape: self._expand(shape))  # type: ignore[misc]
-        gap = None
+        gap, told = None, 0
         while self.heap:
             bound, _, family, look = heapq.heappop(self.heap)
             if bound > self._last_row():
@@ -92,6 +94,9 @@ class _Search:
                 gap = bound
                 break
             look()
+            if self.num_simulated != told:
+                told = self.num_simulated
+                watch(told, min((row.sheet.seconds for row in self.best.values()), default=float("inf")))
         rows = self._rows(verifies=tells_all)
         num_layouts = num_fitting = 0
         for shape in shapes(self.question) if tells_all else ():

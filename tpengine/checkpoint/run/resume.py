@@ -28,12 +28,14 @@ from tpengine.config import (
     DataConfig,
     ParallelConfig,
     Phases,
+    TrainConfig,
     decay_steps_of,
     phases_of,
     resolve_layout,
     samples_per_step,
     validate_run,
 )
+from tpengine.config.nearest import divisors
 from tpengine.config.toml import load_toml
 from tpengine.data import change_of
 from tpengine.plan import SCHEDULES
@@ -140,11 +142,11 @@ def continued_config(saved: Config, wanted: Config, world_size: int, base: Paral
     layouts = _layouts(given, saved, world_size) + _layouts(flags, saved, world_size)
     if not layouts:
         return replace(wanted, parallel=resolve_layout(flags, world_size))  # raises, and says which sizes would do
-    in_all = _micro_batches_in_all(saved, wanted.train.micro_batch_size)
+    in_all = _micro_batches_in_all(saved, wanted.train)
     dividing = [layout for layout in layouts if wanted.train.num_micro_batches or in_all % (layout.dp or 1) == 0]
     if not dividing:
         dp = layouts[0].dp or 1
-        legal = [number for number in _divisors(world_size) if in_all % number == 0]
+        legal = [number for number in divisors(world_size) if in_all % number == 0]
         nearest = min(legal, key=lambda number: abs(number - dp))
         raise ValueError(
             f"the micro-batches of a step must divide over the replicas: the run has {in_all} per step, dp {dp}: use "
@@ -162,7 +164,7 @@ _AXES = ("tp", "pp", "dp")
 def _layouts(given: ParallelConfig, saved: Config, world_size: int) -> list[ParallelConfig]:
     """Return every layout with the given sizes that fits the processes, the nearest to the saved one first."""
     found = []
-    for tp, pp in itertools.product(_divisors(world_size), repeat=2):
+    for tp, pp in itertools.product(divisors(world_size), repeat=2):
         layout = replace(given, tp=tp, pp=pp, dp=world_size // (tp * pp))
         fills = world_size % (tp * pp) == 0
         if fills and all(getattr(given, axis) in (None, getattr(layout, axis)) for axis in _AXES):
@@ -170,22 +172,18 @@ def _layouts(given: ParallelConfig, saved: Config, world_size: int) -> list[Para
     return sorted(found, key=lambda layout: [_ratio(layout, saved.parallel, axis) for axis in ("tp", "pp")])
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
 def _ratio(layout: ParallelConfig, saved: ParallelConfig, axis: str) -> float:
     """Return how many times larger or smaller an axis becomes, as a logarithm."""
     return abs(math.log((getattr(layout, axis) or 1) / (getattr(saved, axis) or 1)))
 
 
-def _micro_batches_in_all(saved: Config, micro_batch_size: int) -> int:
-    """Return the number of micro-batches in the run's global batch.
+def _micro_batches_in_all(saved: Config, wanted: TrainConfig) -> int:
+    """Return the number of micro-batches in the run's global batch, or in the one that is asked for.
 
     If another micro-batch size does not divide the global batch, return that of the saved size. It makes too many or
     too few samples, and find_checkpoint refuses it with a remedy.
     """
-    number, rest = divmod(samples_per_step(saved), max(1, micro_batch_size))
+    number, rest = divmod(wanted.global_batch or samples_per_step(saved), max(1, wanted.micro_batch_size))
     return saved.train.num_micro_batches * (saved.parallel.dp or 1) if rest else number
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tpengine.commands.given import add_trust_arguments
-from tpengine.commands.parsing import count
+from tpengine.commands.parsing import count, dtype
 from tpengine.commands.stopping import stoppable
 from tpengine.plan import SCHEDULES
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data.packing", dest="packing", choices=("cut", "documents", "fit"), default="cut", help="as in training"
     )
     parser.add_argument("--phases", default="", metavar="FILE.toml", help="each phase by itself, with --steps of each")
-    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float64 (default float32)")
+    parser.add_argument("--dtype", type=dtype, default="float32", help="float32, bfloat16 or float64 (default float32)")
     parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)} (default 1f1b)")
     parser.add_argument("--tp-comm", default="fused", help="fused or plain, as in training (default fused)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout (default 0)")

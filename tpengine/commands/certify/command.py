@@ -6,7 +6,6 @@ Exit code 0 if the layouts gave the same bits (with --fast: every distance is wi
 from __future__ import annotations
 
 import contextlib
-import difflib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -21,13 +20,14 @@ from tpengine.commands.certify.distance import FACTOR, Distance, Distances, Repl
 from tpengine.commands.certify.evidence import Difference, Evidence
 from tpengine.config import Config, ParallelConfig, num_shards_of, phases_of, shards_said, validate, validate_run
 from tpengine.config.exact_sizes import largest_dp
+from tpengine.config.lengths import MOST_STEPS
 from tpengine.config.presets import PRESETS
-from tpengine.config.rules import MOST_STEPS
 from tpengine.data import open_corpora
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.layout.parameters import num_parameters
 from tpengine.observe.safe_console import SafeConsole
 from tpengine.plan import SCHEDULES, make_schedule
+from tpengine.spelling import use
 
 # More processes would not show more, and each takes about 0.3 GB.
 _MOST_PROCESSES = 64
@@ -147,8 +147,7 @@ def _check(options: Options) -> None:
         ("--tp-comm", options.tp_comm, ("fused", "plain")),
     ):
         if value not in choices:
-            near = difflib.get_close_matches(value, choices, n=1, cutoff=0.0)[0]
-            raise ValueError(f"{flag} must be one of {', '.join(choices)}: got {value!r}: use {near}")
+            raise ValueError(f"{flag} must be one of {', '.join(choices)}: got {value!r}: {use(value, choices)}")
     if options.schedule not in SCHEDULES:
         # A schedule file is read for its own layout; a value that is neither a name nor a file is refused there too.
         num_micro_batches = base_of(options).train.num_micro_batches // options.layout.dp

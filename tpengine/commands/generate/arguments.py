@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tpengine.commands.given import add_trust_arguments
-from tpengine.commands.parsing import count
+from tpengine.commands.parsing import count, dtype
 from tpengine.commands.stopping import stoppable
 
 DESCRIPTION = (
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
     parser.add_argument("--tp", type=count, default=1, help="ranks that share every matrix (default 1)")
     parser.add_argument("--pp", type=count, default=1, help="pipeline stages (default 1)")
-    parser.add_argument("--dtype", default="", help="float32, bfloat16, float16 or float64 (default the weights')")
+    parser.add_argument("--dtype", type=dtype, help="float32, bfloat16, float16 or float64 (default the weights')")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto)")
     add_trust_arguments(parser)
     parser.add_argument("--tokenizer", default="", metavar="DIR", help="a tokenizer's directory, or bytes")
@@ -54,7 +54,7 @@ def run_generate(args: argparse.Namespace) -> None:
         seed=args.seed,
         tp=args.tp,
         pp=args.pp,
-        dtype=args.dtype,
+        dtype=args.dtype or "",
         device=args.device,
         tokenizer=args.tokenizer,
         architecture=args.architecture,

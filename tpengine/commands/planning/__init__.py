@@ -4,5 +4,8 @@ advise.py                       `tpengine advise`: the fastest layouts on a mach
 plan.py                         `tpengine plan`: one layout worked out
 plan_table.py                   `tpengine plan --table`: published runs, predicted row by row
 schedule.py schedule_model.py   `tpengine schedule`: print and draw the plan of a schedule or of a configuration
+asked.py fixed.py               what these are asked: model, machine, batch, settings that are fixed
+layout_asked.py phase_asked.py  one layout, and the phases of a run in it
+progress.py                     how far a search has come
 diagnose.py                     `tpengine diagnose`: why the steps of a run take as long as they do
 """

@@ -14,6 +14,7 @@ from tpengine.advice.candidates import shapes
 from tpengine.advice.changes import changes
 from tpengine.advice.question import Question
 from tpengine.advice.search import Found, Row, search
+from tpengine.advice.units import seconds_text
 from tpengine.advice.words import answer_json, answer_lines, differences, sheet_lines
 from tpengine.commands.parsing import count
 from tpengine.commands.planning.asked import (
@@ -24,6 +25,7 @@ from tpengine.commands.planning.asked import (
     run_command,
 )
 from tpengine.commands.planning.no_answer import nothing_divides, nothing_fits
+from tpengine.commands.planning.progress import shown
 from tpengine.plan import SCHEDULES, make_schedule
 from tpengine.simulate.draw import MAX_BOXES, Picture, check_place, picture_bytes, write_beside
 
@@ -68,12 +70,15 @@ def advise(args: argparse.Namespace) -> None:
         raise ValueError(f"--draw must be a directory: {args.draw} is a file: name another")
     if args.json:
         check_place(args.json)
-    found = search(question, args.top, args.seconds)
-    if not found.rows:
-        raise ValueError(nothing_fits(question, found, max(1.0, args.seconds / 5)))
+    with shown("looking for layouts") as say:
+        found = search(question, args.top, args.seconds, watch=lambda *of: say(_so_far(*of)))
+        if not found.rows:
+            say("nothing fits; looking for what would")
+            raise ValueError(nothing_fits(question, found, max(1.0, args.seconds / 5)))
+        say("looking for what would change the answer")
+        changed = list(changes(question, found.rows[0], max(1.0, args.seconds / 5), found.bounds))
     if args.explain and args.explain > len(found.rows):
         raise ValueError(f"--explain must name a row of the answer: got {args.explain} of {len(found.rows)}: use 1")
-    changed = list(changes(question, found.rows[0], max(1.0, args.seconds / 5), found.bounds))
     run = run_command(args, question) + phases_of_model(args, question, question.base.train.steps)
     print("\n".join([*answer_lines(question, name, found, changed, run), *filter(None, [lacks_weights(args)])]))
     if question.base.phases:
@@ -98,6 +103,11 @@ def advise(args: argparse.Namespace) -> None:
         pictures = _pictures(found.rows, question)
         write_beside(path, picture_bytes(path, pictures))
         print(f"wrote {path}: the first {len(pictures)} of the rows")
+
+
+def _so_far(num_simulated: int, best_seconds: float) -> str:
+    fastest = f", the fastest takes {seconds_text(best_seconds)}" if best_seconds < float("inf") else ", none fits yet"
+    return f"{num_simulated} layouts simulated{fastest}"
 
 
 def _pictures(rows: Sequence[Row], question: Question) -> list[Picture]:

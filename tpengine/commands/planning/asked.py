@@ -1,6 +1,6 @@
-"""What `tpengine advise` and `tpengine plan` are asked: model, machine, batch, fixed settings; how such a run starts.
+"""What the planning commands are asked: model, machine, batch, fixed settings; how such a run starts. No torch.
 
-No torch.
+`tpengine schedule`, `plan` and `advise` have these arguments from here, so that they are spelled and mean the same.
 """
 
 from __future__ import annotations
@@ -16,29 +16,49 @@ from tpengine.advice.recorded import machine_as_recorded
 from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.model_path import model_at, run_of
 from tpengine.checkpoint.run.resume import saved_config
-from tpengine.commands.given import add_trust_arguments
-from tpengine.commands.parsing import count
+from tpengine.commands.given import add_trust_arguments, config_given
+from tpengine.commands.parsing import count, dtype, tokens
 from tpengine.commands.planning.fixed import add_fixed_arguments, fixed_settings
 from tpengine.commands.planning.recorded_run import recorded_by
 from tpengine.config import Config, ParallelConfig
 from tpengine.config.presets import PRESETS, preset_config
+from tpengine.config.rules import MOST_BATCH, MOST_RANKS, check_ranges, check_sizes
 from tpengine.simulate.machine import MACHINES, Machine, machine_named
+from tpengine.spelling import use
+
+DEFAULT_MACHINE = "cpu"
 
 
-def add_question_arguments(parser: argparse.ArgumentParser) -> None:
+# What says model, machine and batch, besides the settings that may be fixed (fixed.py).
+OF_A_MODEL = ("machine", "global_batch", "seq_len", "dtype", "reduction", "memory_limit")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what says model, machine, batch and fixed settings."""
     parser.add_argument(
         "--model",
         metavar="WHICH",
-        help=f"{', '.join(PRESETS)}, a directory of Hugging Face's form, its config.json alone, or a run",
+        help=f"{', '.join(PRESETS)}, a directory of Hugging Face's form, its config.json alone, a run, or a FILE.toml "
+        "as --config of training",
     )
-    parser.add_argument("--resume", metavar="RUN", help="instead: go on with a run; its batch and numbers stay")
     parser.add_argument(
         "--machine",
-        default="cpu",
         metavar="WHICH",
         help=f"{', '.join(MACHINES)}, as h200:8x4 (ranks per node, nodes), or a machine's file.toml (default cpu)",
     )
+    parser.add_argument("--global-batch", type=count, metavar="N", help="sequences per step (default the preset's)")
+    parser.add_argument("--seq-len", type=count, metavar="N", help="tokens of a sequence (default the preset's)")
+    parser.add_argument("--dtype", type=dtype, help="of the weights (default config.json's, or the preset's)")
+    parser.add_argument("--reduction", choices=("fast", "exact"), help="exact: layouts that keep one process's bits")
+    parser.add_argument("--memory-limit", type=count, metavar="BYTES", help="of a rank (default the machine's)")
+    add_trust_arguments(parser)
+    add_fixed_arguments(parser)
+
+
+def add_question_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what says model, machine, ranks, batch and fixed settings; or a run that goes on."""
+    add_model_arguments(parser)
+    parser.add_argument("--resume", metavar="RUN", help="instead: go on with a run; its batch and numbers stay")
     parser.add_argument(
         "--profile",
         type=Path,
@@ -48,15 +68,9 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=count, help="number of ranks (default all of the machine, where it says how many: h200:8x4)"
     )
-    parser.add_argument("--global-batch", type=count, metavar="N", help="sequences per step (default the preset's)")
-    parser.add_argument("--seq-len", type=count, metavar="N", help="tokens of a sequence (default the preset's)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the weights (default config.json's)"
+        "--tokens", type=tokens, default=0, metavar="N", help="say how long so many tokens take: 2e9, 2B, 500M"
     )
-    parser.add_argument("--reduction", choices=("fast", "exact"), help="exact: layouts that keep one process's bits")
-    parser.add_argument("--memory-limit", type=count, metavar="BYTES", help="of a rank (default the machine's)")
-    add_trust_arguments(parser)
-    add_fixed_arguments(parser)
 
 
 def question_asked(args: argparse.Namespace) -> tuple[Question, str]:
@@ -65,27 +79,17 @@ def question_asked(args: argparse.Namespace) -> tuple[Question, str]:
     Raises:
         ValueError: no model or two, a model that is not there, a machine without size.
     """
-    base, name = _base(args)
-    machine = machine_named(args.machine)
+    base, name, machine = base_asked(args)
     num_ranks = _num_ranks(args, machine)
-    train = base.train
-    said = train.micro_batch_size * train.num_micro_batches * (base.parallel.dp or 1)
+    train, said = base.train, batch_said(base)
     batch = args.global_batch or said
     if args.resume and batch != said:
         raise ValueError(
             f"a run that goes on keeps its batch, and with it the order of its data: --global-batch {batch}, the "
             f"run's {said}: leave --global-batch out"
         )
-    changes = {"seq_len": args.seq_len, "dtype": args.dtype, "reduction": args.reduction}
-    train = replace(train, **{key: value for key, value in changes.items() if value is not None})
-    if args.memory_limit and machine.memory_bytes and args.memory_limit > machine.memory_bytes:
-        raise ValueError(
-            f"--memory-limit must be at most what a rank has: got {args.memory_limit:,} bytes, {machine.name} has "
-            f"{machine.memory_bytes:,.0f}: leave it out"
-        )
     kept = base.parallel if args.resume else ParallelConfig()
-    parallel = replace(base.parallel, memory_limit=args.memory_limit or kept.memory_limit)
-    base = replace(base, train=train, parallel=parallel)
+    base = replace(base, parallel=replace(base.parallel, memory_limit=args.memory_limit or kept.memory_limit))
     if args.profile:
         machine = machine_as_recorded(machine, recorded_by(args.profile, base, args.architecture))
     fixed = fixed_settings(args)
@@ -96,22 +100,58 @@ def question_asked(args: argparse.Namespace) -> tuple[Question, str]:
                 "a run that goes on in exact mode, or with dropout, keeps the size of its micro-batches: the run's "
                 f"{train.micro_batch_size}, asked {fixed['micro_batch_size']}: leave --micro-batch out"
             )
-    return Question(base, machine, num_ranks, batch, fixed, kept), name
+    return Question(base, machine, num_ranks, batch, fixed, kept, args.tokens), name
+
+
+def base_asked(args: argparse.Namespace) -> tuple[Config, str, Machine]:
+    """Return the configuration that the arguments begin with, with the numbers that they say; its name; the machine.
+
+    Raises:
+        ValueError: no model or two, a model that is not there, an unknown machine.
+    """
+    base, name = _base(args)
+    machine = machine_named(args.machine or DEFAULT_MACHINE)
+    said = {"seq_len": args.seq_len, "dtype": args.dtype, "reduction": args.reduction}
+    train = replace(base.train, **{key: value for key, value in said.items() if value is not None})
+    if args.memory_limit and machine.memory_bytes and args.memory_limit > machine.memory_bytes:
+        raise ValueError(
+            f"--memory-limit must be at most what a rank has: got {args.memory_limit:,} bytes, {machine.name} has "
+            f"{machine.memory_bytes:,.0f}: leave it out"
+        )
+    base = replace(base, train=train)
+    # Asked for by name here: what is worked out from them has no bound.
+    if args.global_batch and args.global_batch > MOST_BATCH:
+        raise ValueError(
+            f"a step has at most {MOST_BATCH} sequences: got --global-batch {args.global_batch}: use --global-batch "
+            f"{MOST_BATCH}"
+        )
+    check_ranges(base)
+    check_sizes(base.parallel)
+    return base, name, machine
+
+
+def batch_said(base: Config) -> int:
+    """Return the sequences of a step of a configuration, of all replicas."""
+    train = base.train
+    return train.global_batch or train.micro_batch_size * train.num_micro_batches * (base.parallel.dp or 1)
 
 
 def _num_ranks(args: argparse.Namespace, machine: Machine) -> int:
     """Return how many ranks there are: as many on each node, on no more nodes than the machine has."""
-    per_node, kind = machine.ranks_per_node, args.machine.partition(":")[0]
+    which = args.machine or DEFAULT_MACHINE
+    per_node, kind = machine.ranks_per_node, which.partition(":")[0]
     num_ranks: int = args.ranks or per_node * machine.num_nodes
+    if num_ranks > MOST_RANKS:
+        raise ValueError(f"ranks must be at most {MOST_RANKS}: got {num_ranks}: use --ranks {MOST_RANKS}")
     if not num_ranks:
         raise ValueError(
-            f"advice needs a number of ranks: --machine {args.machine} does not say it: use --ranks 8, or "
-            f"--machine {args.machine}:8x1"
+            f"advice needs a number of ranks: --machine {which} does not say it: use --ranks 8, or "
+            f"--machine {which}:8x1"
         )
     if machine.num_nodes and num_ranks > per_node * machine.num_nodes:
         nodes = -(-num_ranks // per_node)
         raise ValueError(
-            f"ranks must be at most what the machine has: got {num_ranks}, {args.machine} has {per_node} on each of "
+            f"ranks must be at most what the machine has: got {num_ranks}, {which} has {per_node} on each of "
             f"{machine.num_nodes} node{'s' if machine.num_nodes > 1 else ''}: use --machine {kind}:{per_node}x{nodes}"
             + (f", or {kind}:{num_ranks}x1" if machine.num_nodes == 1 else "")
         )
@@ -126,38 +166,47 @@ def _num_ranks(args: argparse.Namespace, machine: Machine) -> int:
 
 def _base(args: argparse.Namespace) -> tuple[Config, str]:
     """Return the configuration that a question begins with, and the model's name."""
-    if bool(args.model) == bool(args.resume):
+    resume = getattr(args, "resume", None)
+    if bool(args.model) == bool(resume):
         raise ValueError(
-            f"advice is for one model: got --model {args.model} and --resume {args.resume}: use one of the two, "
+            f"advice is for one model: got --model {args.model} and --resume {resume}: use one of the two, "
             "as --model llama_1b"
         )
-    if args.resume:
-        run = run_of(args.resume)
+    if resume:
+        run = run_of(resume)
         if run is None:
-            raise ValueError(f"--resume needs the directory of a run: {args.resume} has no config.toml: check the path")
+            raise ValueError(f"--resume needs the directory of a run: {resume} has no config.toml: check the path")
         config = saved_config(str(run[0]), args.architecture)
         _keeps_numbers(args, config)
         return config, run[0].name
     if args.model.replace("-", "_") in PRESETS:
-        return preset_config(args.model), args.model
+        return _of_own_architecture(preset_config(args.model), args), args.model
     path = Path(args.model)
+    if path.suffix == ".toml":
+        return _of_own_architecture(config_given(str(path), Config()), args), path.stem
     if path.name == "config.json" and path.is_file():
         path = path.parent
     if not path.is_dir():
         raise ValueError(
-            f"--model must be one of {', '.join(PRESETS)}, or a directory with a config.json: got {args.model!r}: "
-            "check the path"
+            f"--model must be one of {', '.join(PRESETS)}, a directory with a config.json, or a FILE.toml: got "
+            f"{args.model!r}: {use(args.model, PRESETS, 'one of these, or check the path')}"
         )
     if (run := run_of(str(path))) is not None:
         return saved_config(str(run[0]), args.architecture), path.name
-    base = Config()
-    model = replace(base.model, path=str(path), architecture=args.architecture or base.model.architecture)
-    base = replace(base, model=model_at(model))
+    base = _of_own_architecture(Config(), args)
+    base = replace(base, model=model_at(replace(base.model, path=str(path))))
     dtype = ConfigJson.read(path).dtype
     if dtype is not None:
         named: dict[str, Any] = {"dtype": dtype}
         base = replace(base, train=replace(base.train, **named))
     return base, path.resolve().name
+
+
+def _of_own_architecture(config: Config, args: argparse.Namespace) -> Config:
+    """Return the configuration with the Python file of --model.architecture, if that is given."""
+    if not args.architecture:
+        return config
+    return replace(config, model=replace(config.model, architecture=args.architecture))
 
 
 def _keeps_micro_batches(config: Config) -> bool:
@@ -189,10 +238,12 @@ def run_command(args: argparse.Namespace, question: Question) -> str:
         assert run is not None, "its configuration was read"
         permitted = _permitted(args, question.base)
         return f"{start} -m tpengine.train --resume --run-dir {shlex.quote(str(run[0]))}{permitted}"
-    known = args.model.replace("-", "_") in PRESETS
     path = Path(args.model)
+    known = args.model.replace("-", "_") in PRESETS or path.suffix == ".toml"
     where = path.parent if path.name == "config.json" else path
-    model = f"--preset {args.model}" if known else f"--model.path {shlex.quote(str(where))}"
+    model = f"--model.path {shlex.quote(str(where))}"
+    if known:
+        model = f"--config {shlex.quote(args.model)}" if path.suffix == ".toml" else f"--preset {args.model}"
     train = question.base.train
     exact = " --train.reduction exact" if train.reduction == "exact" else ""
     of_run = _settings_of_run(question.base) if not known and run_of(str(where)) is not None else ""
@@ -225,6 +276,9 @@ def _settings_of_run(config: Config) -> str:
 def phases_of_model(args: argparse.Namespace, question: Question, steps: int) -> str:
     """Return the options for the phases of the run that --model names; one that goes on has its own."""
     phases = question.base.phases
+    if args.model and Path(args.model).suffix == ".toml":
+        # The file of the command says them.
+        return ""
     return f" --phases {shlex.quote(phases)} --train.steps {steps}" if phases and not args.resume else ""
 
 
@@ -232,7 +286,8 @@ def lacks_weights(args: argparse.Namespace) -> str:
     """Return a line for a model that is a config.json alone: the command begins with weights; empty for others."""
     path = Path(args.model or "")
     directory = path.parent if path.name == "config.json" else path
-    if not args.model or args.model.replace("-", "_") in PRESETS or run_of(str(directory)) is not None:
+    is_named = not args.model or args.model.replace("-", "_") in PRESETS or path.suffix == ".toml"
+    if is_named or run_of(str(directory)) is not None:
         return ""
     if any(directory.glob("*.safetensors")):
         return ""

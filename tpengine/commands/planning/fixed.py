@@ -9,12 +9,14 @@ from typing import Any
 
 from tpengine.advice.question import AXES
 from tpengine.commands.parsing import count
+from tpengine.config.rules import MOST_CHUNKS, MOST_RANKS, MOST_SEQUENCES
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
 
 # A range names at most so many values.
 _MOST = 100_000
-# A line tells at most so many.
+# A line tells at most so many, and as much of what was typed.
 _TOLD = 8
+_MOST_SHOWN = 40
 
 
 def add_fixed_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,13 +26,15 @@ def add_fixed_arguments(parser: argparse.ArgumentParser) -> None:
         "advise searches all others, and takes several values, too: 1..3, or 1,4. plan has them as such a run would.",
     )
     for axis in ("tp", "pp", "dp"):
-        fixed.add_argument(f"--{axis}", type=_numbers(1), metavar="N", help=f"size of the axis {axis}")
+        fixed.add_argument(f"--{axis}", type=_numbers(1, MOST_RANKS), metavar="N", help=f"size of the axis {axis}")
     fixed.add_argument("--zero", type=_numbers(0, 3), metavar="0..3", help="what replicas shard")
     fixed.add_argument(
         "--residency", type=_words([each.value for each in Residency]), metavar="WHICH", help="of weights at zero 3"
     )
     fixed.add_argument("--schedule", type=_words(()), help=f"one of {', '.join(SCHEDULES)}, or a file")
-    fixed.add_argument("--chunks", dest="chunks_per_rank", type=_numbers(1), metavar="V", help="chunks per rank")
+    fixed.add_argument(
+        "--chunks", dest="chunks_per_rank", type=_numbers(1, MOST_CHUNKS), metavar="V", help="chunks per rank"
+    )
     recomputes = [each.value for each in Recompute]
     fixed.add_argument(
         "--recompute",
@@ -47,7 +51,13 @@ def add_fixed_arguments(parser: argparse.ArgumentParser) -> None:
     fixed.add_argument(
         "--tp-comm", type=_words(("fused", "plain")), metavar="HOW", help="exchanges of tp ranks: fused, plain"
     )
-    fixed.add_argument("--micro-batch", dest="micro_batch_size", type=_numbers(1), metavar="N", help="sequences of one")
+    fixed.add_argument(
+        "--micro-batch",
+        dest="micro_batch_size",
+        type=_numbers(1, MOST_SEQUENCES),
+        metavar="N",
+        help="sequences of one",
+    )
     fixed.add_argument("--bucket-bytes", type=count, metavar="BYTES", help="of gradients that are reduced at once")
 
 
@@ -80,18 +90,18 @@ def listed(values: Sequence[Any]) -> str:
     return first if len(values) <= _TOLD else f"{first},... ({len(values)} values)"
 
 
-def _numbers(least: int, most: int | None = None) -> Callable[[str], tuple[int, ...]]:
+def _numbers(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
     """Return a parser of 4, 1..3 and 1,2,4."""
 
     def parse(text: str) -> tuple[int, ...]:
         found: dict[int, None] = {}
         for part in text.split(","):
-            match = re.fullmatch(r"([0-9]{1,9})(?:\.\.([0-9]{1,9}))?", part)
+            match = re.fullmatch(r"([0-9]{1,30})(?:\.\.([0-9]{1,30}))?", part)
             first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-            if first > last or first < least or (most is not None and last > most) or last - first >= _MOST:
-                limits = f"of at least {least}" if most is None else f"of {least} to {most}"
+            if not least <= first <= last <= most or last - first >= _MOST:
                 raise argparse.ArgumentTypeError(
-                    f"must be an integer {limits}, several as 1,2, or a range as 1..{most or 4}: got {text!r}"
+                    f"must be an integer of {least} to {most}, several as 1,2, or a range as 1..{min(most, 4)}: got "
+                    f"{text[:_MOST_SHOWN]!r}: use {most if least <= first <= last and first > most else least}"
                 )
             found |= dict.fromkeys(range(first, last + 1))
         return tuple(found)

@@ -13,7 +13,7 @@ from tpengine.advice.search import Found
 from tpengine.advice.units import gigabytes
 from tpengine.advice.words import change_text, too_large_text
 from tpengine.commands.planning.fixed import flag_of, listed
-from tpengine.config.rules import MOST_MICRO_BATCHES
+from tpengine.config.lengths import MOST_MICRO_BATCHES
 
 # The place of a size among those of a shape.
 _PLACES = {"tp": 0, "pp": 1, "dp": 2, "micro_batch_size": 3}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from tpengine.commands.parsing import count
+from tpengine.commands.planning.fixed import flag_of
 from tpengine.config import Config, Phase, phases_of, validate_run
-from tpengine.config.rules import MOST_STEPS
+from tpengine.config.lengths import MOST_STEPS
 from tpengine.layout.phase_layouts import longest_of
 
 
@@ -83,25 +83,30 @@ def all_phases(config: Config, args: argparse.Namespace) -> list[AskedPhase]:
     ]
 
 
-def refuse_other_sizes(
-    phase: AskedPhase, asked: Mapping[str, int | tuple[int, ...] | None], has: Mapping[str, int]
-) -> None:
+def refuse_other_sizes(phase: AskedPhase, args: argparse.Namespace) -> None:
     """Raise for an option that a phase's file overrides.
 
     Args:
         phase: that is shown.
-        asked: values of options by their names, None for those that were not given.
-        has: what the phase has.
+        args: the options, each None if it was not given.
 
     Raises:
         ValueError: the first that differs, in one line.
     """
-    for option, value in asked.items():
-        if value not in (None, has[option], (has[option],)):
-            said = value[0] if isinstance(value, tuple) else value
+    train = phase.config.train
+    sizes = {
+        "seq_len": train.seq_len,
+        "micro_batch_size": train.micro_batch_size,
+        "micro_batches": train.num_micro_batches,
+        "global_batch": train.micro_batch_size * train.num_micro_batches * (phase.config.parallel.dp or 1),
+    }
+    for name, has in sizes.items():
+        value = getattr(args, name, None)
+        if value not in (None, has, (has,)):
+            said, option = value[0] if isinstance(value, tuple) else value, flag_of(name)
             raise ValueError(
                 f"a phase says its own sizes: {phase.config.phases}, {phase.words}: got {option} {said}, it has "
-                f"{has[option]}: leave {option} out"
+                f"{has}: leave {option} out"
             )
 
 

@@ -12,7 +12,7 @@ from tpengine.commands.planning.fixed import flag_of
 # What is asked of one layout alone.
 _OF_ONE_LAYOUT = (
     *("model", "resume", "profile", "ranks", "global_batch", "seq_len", "dtype", "reduction", "memory_limit"),
-    *("machine", "explain_memory", "json", "phases", "steps", *AXES),
+    *("machine", "explain_memory", "json", "phases", "steps", "tokens", *AXES),
 )
 
 
@@ -33,7 +33,7 @@ def print_table(args: argparse.Namespace) -> None:
         given = "--table alone" if args.out is None else "--out alone"
         raise ValueError(f"--table and --out belong together: got {given}: use --table RUNS.csv --out PREDICTIONS.csv")
     # Rows say all else themselves.
-    others = [name for name in _OF_ONE_LAYOUT if getattr(args, name, None) not in (None, False, "cpu")]
+    others = [name for name in _OF_ONE_LAYOUT if getattr(args, name, None) not in (None, False, 0)]
     if others:
         raise ValueError(f"--table predicts what its rows say: got {flag_of(others[0])}: leave it out")
     num_rows, num_predicted = predict_table(args.table, args.out)

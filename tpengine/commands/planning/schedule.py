@@ -1,8 +1,8 @@
 """`tpengine schedule`: a schedule as a grid of characters, its figures, and a picture of its plan. No torch.
 
 The costs come from one of three sources. By default the model is nominal: one layer per chunk, with boundary tensors
-and buckets whose sizes give the times asked for. With --profile they are the measured costs of a run. With --preset or
---config the plan is that of a configuration, and its costs are modelled (schedule_model.py). A picture shows a plan
+and buckets whose sizes give the times asked for. With --profile they are the measured costs of a run. With --model
+the plan is that of a configuration, and its costs are modelled (schedule_model.py). A picture shows a plan
 that was lowered, verified and simulated as in training. Without a picture and with free links, the clock alone gives
 the same times much faster.
 """
@@ -16,11 +16,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from tpengine.advice.question import AXES
 from tpengine.commands.parsing import count
+from tpengine.commands.planning.fixed import fixed_settings, refuse_several
 from tpengine.commands.planning.phase_asked import AskedPhase, phase_asked, refuse_other_sizes
 from tpengine.commands.planning.schedule_model import (
+    DEFAULT_STAGES,
     Modelled,
-    add_model_arguments,
+    add_options_of_a_model,
     config_asked_for,
     counted,
     memory_in_words,
@@ -30,6 +33,7 @@ from tpengine.commands.planning.schedule_model import (
     validated,
 )
 from tpengine.config import Config
+from tpengine.config.rules import zero_in_words
 from tpengine.plan import (
     SCHEDULES,
     Bucket,
@@ -75,7 +79,7 @@ _MOST_PARTS = 4
 _BYTES: Mapping[str, float] = {"saved": 0.0, "deferred": 0.0, "working": 0.0, "resident": 0.0, "boundary": 2.0}
 
 # Defaults for options that neither the command line nor a configuration gives; on the command line they are None.
-_DEFAULTS: Mapping[str, str | int] = {"schedule": "1f1b", "pp": 4, "micro_batches": 8}
+_DEFAULTS: Mapping[str, str | int] = {"schedule": "1f1b", "pp": DEFAULT_STAGES, "micro_batches": 8}
 
 # Options that cannot be combined with a profile or a model, besides --times.
 _NOMINAL = ("link", "latency", "reduce", "bytes")
@@ -83,11 +87,12 @@ _NOMINAL = ("link", "latency", "reduce", "bytes")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `tpengine schedule` understands."""
-    names = ", ".join(SCHEDULES)
-    parser.add_argument("--schedule", help=f"one of {names}, or the path of a file (default 1f1b)")
-    parser.add_argument("--pp", type=count, help="pipeline stages (default 4)")
-    parser.add_argument("--micro-batches", type=count, help="micro-batches of a step (default 8, or the model's)")
-    parser.add_argument("--chunks", type=count, metavar="V", help="chunks per rank, for interleaved (default 2)")
+    parser.add_argument(
+        "--micro-batches",
+        type=count,
+        metavar="M",
+        help="micro-batches of a step and replica (default 8, or the model's)",
+    )
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw the plan to FILE: .svg, .html or .png")
     parser.add_argument("--plan-text", type=Path, metavar="FILE", help="write the verified plan to FILE")
     costs = parser.add_argument_group("costs of the actions", "in any unit of time, for all chunks of a rank together")
@@ -110,21 +115,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     costs.add_argument(
         "--profile",
         type=Path,
-        metavar="FILE",
-        help="instead of all these: the profile.json of a run with --train.profile-steps, in seconds",
+        metavar="RUN",
+        help="instead of all these: a run with --train.profile-steps, or its profile.json, in seconds",
     )
-    add_model_arguments(parser)
+    add_options_of_a_model(parser)
 
 
 def print_schedule(args: argparse.Namespace) -> None:
     """Print a schedule as a grid, then what it costs in time and memory; draw and write what was asked for."""
     _check_one_source(args)
+    args = _of_one_layout(args)
     asked = config_asked_for(args)
     phase = phase_asked(asked, args) if asked else None
     config = phase.config if phase else None
-    if phase and config:
-        option, has = "--micro-batches", config.train.num_micro_batches
-        refuse_other_sizes(phase, {option: args.micro_batches}, {option: has})
+    if phase:
+        refuse_other_sizes(phase, args)
     args, num_chunks = _completed(args, config)
     _check_size(args.pp, args.micro_batches, num_chunks)
     _check_files(args)
@@ -165,7 +170,7 @@ def print_schedule(args: argparse.Namespace) -> None:
         print(f"peak bytes by rank: {', '.join(bytes_text(rank.peak_bytes) for rank in timeline.ranks)}")
     if config and phase:
         for line in (
-            *filter(None, [phase.words]),
+            *filter(None, [phase.words, zero_in_words(config.parallel)]),
             *said,
             *memory_in_words(config, plan, args.machine, phase.balanced_for),
         ):
@@ -223,9 +228,7 @@ def _predicted(timeline: Timeline, profile: CostProfile) -> str:
 
 def _check_one_source(args: argparse.Namespace) -> None:
     """Refuse options that give costs when a profile or a model gives them."""
-    source = next(
-        (name for name in ("preset", "config", "model_path", "profile") if getattr(args, name) is not None), None
-    )
+    source = next((name for name in ("model", "profile") if getattr(args, name) is not None), None)
     if source is None:
         return
     given = {"times": args.times is not _TIMES, **{name: getattr(args, name) for name in _NOMINAL}}
@@ -236,6 +239,18 @@ def _check_one_source(args: argparse.Namespace) -> None:
             raise ValueError(f"--{source} says what actions cost: got --{name} too: leave --{name} out")
 
 
+def _of_one_layout(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the options with one value for each setting that may be fixed; a run's directory as its profile.
+
+    Raises:
+        ValueError: several values.
+    """
+    fixed = fixed_settings(args)
+    refuse_several(fixed, "tpengine schedule")
+    profile = args.profile / "profile.json" if args.profile and args.profile.is_dir() else args.profile
+    return argparse.Namespace(**(vars(args) | {axis: fixed.get(axis) for axis in AXES} | {"profile": profile}))
+
+
 def _completed(args: argparse.Namespace, config: Config | None) -> tuple[argparse.Namespace, int]:
     """Return the options with missing ones filled in, from the configuration if there is one, and v."""
     values = vars(args)
@@ -243,7 +258,9 @@ def _completed(args: argparse.Namespace, config: Config | None) -> tuple[argpars
     if config:
         parallel = config.parallel
         filled = dict(schedule=parallel.schedule, pp=parallel.pp, micro_batches=config.train.num_micro_batches)
-    num_chunks = _num_chunks(str(filled["schedule"]), args.chunks, config.parallel.chunks_per_rank if config else 2)
+    num_chunks = _num_chunks(
+        str(filled["schedule"]), args.chunks_per_rank, config.parallel.chunks_per_rank if config else 2
+    )
     return argparse.Namespace(**(values | filled)), num_chunks
 
 
@@ -282,7 +299,7 @@ def _check_files(args: argparse.Namespace) -> None:
             raise ValueError(f"--draw and --plan-text need two files: got {args.draw} twice: use --plan-text plan.txt")
         check_file(args.plan_text)
     schedule = None if args.schedule in SCHEDULES else args.schedule
-    sources = {"schedule": schedule, "profile": args.profile, "configuration": args.config}
+    sources = {"schedule": schedule, "profile": args.profile, "model": args.model}
     for what, source in sources.items():
         for option, written in (("draw", args.draw), ("plan-text", args.plan_text)):
             if source and written and written.exists() and Path(source).exists() and written.samefile(source):

@@ -1,6 +1,6 @@
 """`tpengine schedule` for a configuration, before anything has run: its plan with modelled costs. No torch.
 
-The configuration is built and validated as for training (preset, then TOML file, then options). The plan is the one
+The configuration is the one that `tpengine plan` works out for the same options. The plan is the one
 that training would execute: layers balanced by flops, gradient buckets, ties. modelled/costs.py gives durations and
 bytes. One of the dp replicas and one of the tp ranks is shown: exchanges of tp ranks are included in the compute
 actions, reductions over replicas are the buckets' times.
@@ -9,120 +9,101 @@ actions, reductions over replicas are the buckets' times.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from tpengine.architectures.model_path import model_at
-from tpengine.commands.given import add_trust_arguments, config_given
-from tpengine.commands.parsing import count
+from tpengine.advice.question import AXES, Question
+from tpengine.commands.parsing import Removed
+from tpengine.commands.planning.asked import OF_A_MODEL, add_model_arguments, base_asked, batch_said
+from tpengine.commands.planning.fixed import fixed_settings, flag_of
+from tpengine.commands.planning.layout_asked import layout_asked
 from tpengine.commands.planning.phase_asked import add_phase_arguments
 from tpengine.config import Config, validate
-from tpengine.config.presets import PRESETS, preset_config
 from tpengine.layout.step_plan import layout_of, training_plan
-from tpengine.plan import Gathered, Plan, Recompute, Residency
+from tpengine.plan import Plan
 from tpengine.simulate import Costs
-from tpengine.simulate.machine import MACHINES, machine_named
+from tpengine.simulate.machine import machine_named
 from tpengine.simulate.modelled.costs import model_costs
 from tpengine.simulate.modelled.memory import decided_residency, memory_of
 
-_T = TypeVar("_T")
-
 _OF_PHASES = ("phases", "steps", "phase")
-_OF_A_MODEL = ("tp", "dp", "zero", "residency", "recompute", "gathered", "machine", "data_path", *_OF_PHASES)
+# What a plan without a model has, too: how many stages and chunks.
+_NOMINAL = ("pp", "schedule", "chunks_per_rank")
+_NEED_A_MODEL = (*OF_A_MODEL, *(axis for axis in AXES if axis not in _NOMINAL), "data_path", *_OF_PHASES)
+# Stages of a picture, where nothing says how many there are.
+DEFAULT_STAGES = 4
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_options_of_a_model(parser: argparse.ArgumentParser) -> None:
     """Add the options that make a configuration."""
+    add_model_arguments(parser)
     model = parser.add_argument_group(
         "the plan of a training run, in seconds and bytes",
-        "Instead of the costs above. Durations and bytes are modelled, from flops, bytes and a machine's rates, not "
-        "measured. --schedule, --pp, --micro-batches, --chunks and the options below win over preset and file.",
+        "With --model, instead of those costs. Durations and bytes are modelled, from flops, bytes and a machine's "
+        "rates, not measured. The options of a model are those of plan and advise; they win over what it says.",
     )
-    model.add_argument("--preset", metavar="NAME", help=f"a named run: {', '.join(PRESETS)} (default tiny)")
-    model.add_argument("--config", metavar="FILE.toml", help="then a file, such as the config.toml of a run")
-    model.add_argument(
-        "--model.path", dest="model_path", metavar="DIR", help="then the sizes of a model's directory, or of a run"
-    )
-    add_trust_arguments(model)
     model.add_argument(
         "--data.path",
-        "--data-path",
         dest="data_path",
         metavar="PATH",
-        help="the text whose documents are packed, as --data.packing documents does, or fit if --config says so: "
+        help="the text whose documents are packed, as --data.packing documents does, or fit if a FILE.toml says so: "
         "attention costs what their lengths say",
     )
     add_phase_arguments(model)
-    model.add_argument("--tp", type=count, help="tensor-parallel ranks (default 1)")
-    model.add_argument("--dp", type=count, help="data-parallel replicas (default 1)")
-    model.add_argument(
-        "--zero",
-        type=int,
-        choices=range(4),
-        help="what replicas shard: 1 moments, 2 gradients, 3 weights (default 0)",
-    )
-    for name, choices, words in (
-        ("residency", Residency, "with --zero 3, how long gathered weights stay: in a step, or for one use"),
-        ("recompute", Recompute, "what backward recomputes"),
-        ("gathered", Gathered, "tokens gathered for a matmul are kept for its weight gradient, or gathered again"),
+    for old, new in (
+        ("--preset", "--model NAME"),
+        ("--config", "--model FILE.toml"),
+        ("--model.path", "--model DIR"),
+        ("--data-path", "--data.path PATH"),
     ):
-        values = tuple(choice.value for choice in choices)
-        text = f"{words}: {', '.join(values)} (default {values[0]})"
-        model.add_argument(f"--{name}", type=_one_of(values), metavar="WHICH", help=text)
-    model.add_argument(
-        "--machine",
-        metavar="WHICH",
-        help=f"whose rates: {', '.join(MACHINES)}, as h200:8x4 (ranks per node, nodes), or a machine's file.toml "
-        "(default cpu: a core per rank)",
-    )
+        model.add_argument(old, action=Removed, new=new)
 
 
 def config_asked_for(args: argparse.Namespace) -> Config | None:
     """Return the configuration that the options describe, not validated yet; None if they name no model.
 
-    Raises: ValueError: an unknown preset, an unreadable file, an option that needs a model without one.
+    Raises: ValueError: a model that is not there, an option that needs a model without one.
     """
-    if args.preset is None and args.config is None and args.model_path is None:
-        for name in _OF_A_MODEL:
+    if args.model is None:
+        for name in _NEED_A_MODEL:
             if getattr(args, name) is not None:
-                name = name.replace("_", ".")
+                option = "--data.path" if name == "data_path" else flag_of(name)
                 if args.profile is not None:
-                    raise ValueError(f"--{name} is for a model: got --profile, which has its own: leave --{name} out")
-                raise ValueError(
-                    f"--{name} is for a model: got neither --preset nor --config nor --model.path: add --preset tiny"
-                )
+                    raise ValueError(f"{option} is for a model: got --profile, which has its own: leave {option} out")
+                raise ValueError(f"{option} is for a model: got no --model: add --model tiny")
         if args.architecture:
-            raise ValueError(
-                "--model.architecture is for a model: got neither --preset nor --config nor --model.path: add --preset "
-                "tiny"
-            )
+            raise ValueError("--model.architecture is for a model: got no --model: add --model tiny")
         return None
-    base = preset_config(args.preset or "tiny")
-    if args.config is not None:
-        base = config_given(args.config, base)
-    if args.architecture:
-        base = replace(base, model=replace(base.model, architecture=args.architecture))
-    if args.model_path is not None:
-        base = replace(base, model=model_at(replace(base.model, path=args.model_path)))
-    parallel = replace(
-        base.parallel,
-        tp=_first(args.tp, base.parallel.tp, 1),
-        pp=_first(args.pp, base.parallel.pp, 4),
-        dp=_first(args.dp, base.parallel.dp, 1),
-        schedule=_first(args.schedule, base.parallel.schedule),
-        chunks_per_rank=_first(args.chunks, base.parallel.chunks_per_rank),
-        zero=_first(args.zero, base.parallel.zero),
-        residency=_first(args.residency, base.parallel.residency),
-        recompute=_first(args.recompute, base.parallel.recompute),
-        gathered=_first(args.gathered, base.parallel.gathered),
-    )
-    if args.data_path is not None:
-        base = replace(base, data=replace(base.data, path=args.data_path))
-        if base.data.packing == "cut":
-            base = replace(base, data=replace(base.data, packing="documents"))
-    num_micro_batches = _first(args.micro_batches, base.train.num_micro_batches)
-    return replace(base, parallel=parallel, train=replace(base.train, num_micro_batches=num_micro_batches))
+    base, _, machine = base_asked(args)
+    kept = base.parallel
+    if args.memory_limit:
+        base = replace(base, parallel=replace(kept, memory_limit=args.memory_limit))
+    axes = {"tp": kept.tp or 1, "pp": kept.pp or DEFAULT_STAGES, "dp": kept.dp or 1}
+    fixed = axes | fixed_settings(args)
+    num_ranks, dp = fixed["tp"] * fixed["pp"] * fixed["dp"], fixed["dp"]
+    question = Question(base, machine, num_ranks, _batch(args, base, fixed.get("micro_batch_size"), dp), fixed, kept)
+    config = layout_asked(question).config(question)
+    if "residency" not in fixed:
+        # Decided as a run does it.
+        config = replace(config, parallel=replace(config.parallel, residency=kept.residency))
+    if args.data_path is None:
+        return config
+    packing = "documents" if config.data.packing == "cut" else config.data.packing
+    return replace(config, data=replace(config.data, path=args.data_path, packing=packing))
+
+
+def _batch(args: argparse.Namespace, base: Config, size: int | None, dp: int) -> int:
+    """Return the sequences of a step: as asked for, as micro-batches of a replica, or the model's."""
+    if args.micro_batches is None:
+        batch: int = args.global_batch or batch_said(base)
+        return batch
+    if args.global_batch is not None:
+        raise ValueError(
+            f"one setting says it: got --micro-batches {args.micro_batches} and --global-batch {args.global_batch}: "
+            "leave one out"
+        )
+    num: int = args.micro_batches
+    return num * dp * (size or base.train.micro_batch_size)
 
 
 def validated(config: Config) -> Config:
@@ -177,7 +158,7 @@ def memory_in_words(config: Config, plan: Plan, machine: str | None, balanced_fo
 def title(config: Config, schedule: str, machine: str | None) -> str:
     """Return the title of a configuration's picture."""
     parallel = config.parallel
-    zero = f"zero {parallel.zero}, " if parallel.zero else ""
+    zero = f"zero {parallel.zero}, " if parallel.zero_in_effect else ""
     return (
         f"{schedule}, tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, {zero}"
         f"{counted(config.train.num_micro_batches, 'micro-batch')}, modelled for {machine or 'cpu'}"
@@ -197,19 +178,3 @@ def provenance(config: Config, machine: str | None) -> str:
         f"seconds and bytes are modelled, not measured: tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, a "
         f"{dtype} model at the rates of {rates.name} ({rates.source})"
     )
-
-
-def _first(*values: _T | None) -> _T:
-    """Return the first value that is given."""
-    return next(value for value in values if value is not None)
-
-
-def _one_of(names: Iterable[str]) -> Callable[[str], str]:
-    known = tuple(names)
-
-    def parse(text: str) -> str:
-        if text not in known:
-            raise argparse.ArgumentTypeError(f"must be one of {', '.join(known)}: got {text!r}: use {known[0]}")
-        return text
-
-    return parse

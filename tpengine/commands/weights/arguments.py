@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from tpengine.commands.given import add_trust_arguments
+from tpengine.commands.parsing import dtype
 from tpengine.commands.stopping import stoppable
 
 IMPORT_DESCRIPTION = (
@@ -40,7 +41,9 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="directory of the run")
     parser.add_argument("--step", type=int, metavar="N", help="which checkpoint (default the newest)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write, new or empty")
-    parser.add_argument("--dtype", help="float32, bfloat16, float16 or float64 (default the source's, or the run's)")
+    parser.add_argument(
+        "--dtype", type=dtype, help="float32, bfloat16, float16 or float64 (default the source's, or the run's)"
+    )
     add_trust_arguments(parser)
 
 

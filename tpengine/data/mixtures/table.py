@@ -9,14 +9,15 @@ The order of the table is part of the order of samples: what a source gives is k
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from tpengine.config.toml_file import read_toml
+from tpengine.spelling import did_you_mean
 
 # A row of metrics.jsonl names each source three times.
 _MOST_SOURCES = 256
@@ -49,14 +50,7 @@ def read_table(path: str | Path) -> tuple[SourceEntry, ...]:
     Raises:
         ValueError: it cannot be read, or is no table of sources; one line with path, place and remedy.
     """
-    try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise ValueError(f"--data.mixture needs a TOML file in UTF-8: {path}: some bytes are not: check it") from None
-    except OSError as error:
-        raise ValueError(f"--data.mixture needs a readable file: {path}: {error.strerror}: check the path") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"--data.mixture needs valid TOML: {path}: {error}: correct the file") from None
+    values = read_toml(path, "--data.mixture")
     try:
         entries = tuple(_entry(name, value) for name, value in values.items())
         _check_all(entries)
@@ -90,8 +84,7 @@ def _entry(name: str, value: object) -> SourceEntry:
         )
     for key in value:
         if key not in _KEYS:
-            nearest = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown key {name}.{key}: did you mean {name}.{nearest}?")
+            raise ValueError(f"unknown key {name}.{key}: {did_you_mean(key, _KEYS, f'{name}.')}")
     path = value.get("path")
     if not isinstance(path, str) or not path:
         raise ValueError(f'a source must say where it is: {name}.path is {path!r}: give path = "{name}.tokens"')

@@ -6,7 +6,6 @@ same order and have the same bits with every schedule. A user's own file (file.p
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from tpengine.plan.schedules.schedule import ComputeLists, Schedule, chunks_of_r
 from tpengine.plan.schedules.simple import forward_only, gpipe, one_f_one_b
 from tpengine.plan.schedules.zb_h1 import zb_h1
 from tpengine.plan.schedules.zbv import zbv
+from tpengine.spelling import use
 
 __all__ = ["SCHEDULES", "ComputeLists", "Form", "Schedule", "chunks_of_rank", "forward_only", "make_schedule"]
 
@@ -61,8 +61,7 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, num_chunks: 
         return form.generate(num_ranks, num_microbatches, form.num_chunks or num_chunks)
     if "/" in name or name.endswith(".txt"):
         return read_schedule(name, num_ranks, num_microbatches)
-    near = next(iter(difflib.get_close_matches(name, SCHEDULES, n=1)), "one of these")
     raise ValueError(
-        f"schedule must be one of {', '.join(SCHEDULES)}, or the path of a file: got {name!r}: use {near}, "
+        f"schedule must be one of {', '.join(SCHEDULES)}, or the path of a file: got {name!r}: {use(name, SCHEDULES)}, "
         f"or ./{name} for a file"
     )

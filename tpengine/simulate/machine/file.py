@@ -24,21 +24,22 @@ norm = [[1e4, 5e9], [1e6, 1e10]]
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-import tomllib
+import sys
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from tpengine.config.toml_file import read_toml
 from tpengine.simulate.machine.curve import Curve
 from tpengine.simulate.machine.link import Link
 from tpengine.simulate.machine.machine import Machine
 from tpengine.simulate.machine.measured import OPERATORS, PRODUCTS, Measured
 from tpengine.simulate.machine.sheets import MACHINES
+from tpengine.spelling import use
 
 _FORMAT = 1
 # Each operator is measured forward and backward; the backward of an addition is none of the engine's.
@@ -94,13 +95,7 @@ def read_machine(path: Path) -> Machine:
     Raises:
         ValueError: no such file, malformed TOML, or as `machine_of_values`; one line with the file and the key.
     """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"--machine needs a readable file: {path}: {error.strerror}: check the path") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"--machine needs valid TOML: {path}: {error}: correct the file") from None
-    return machine_of_values(values, str(path))
+    return machine_of_values(read_toml(path, "--machine"), str(path))
 
 
 def machine_of_values(values: Mapping[str, Any], path: str) -> Machine:
@@ -114,7 +109,7 @@ def machine_of_values(values: Mapping[str, Any], path: str) -> Machine:
         ValueError: another format, a key that is missing, unknown or of the wrong type, a number that is not finite or
             not above 0; one line with the file and the key.
     """
-    if values.get("format") != _FORMAT:
+    if type(values.get("format")) is not int or values["format"] != _FORMAT:
         raise ValueError(f"a machine's file must say format = {_FORMAT}: {path}: write it anew with this version")
     machine: Machine = _built(Machine, {key: of for key, of in values.items() if key != "format"}, path, "")
     _check_names(machine, path)
@@ -140,10 +135,11 @@ def _check_names(machine: Machine, path: str) -> None:
 def _check_known(key: str, given: Iterable[str], known: Sequence[str], path: str) -> None:
     for name in given:
         if name not in known:
-            near = next(iter(difflib.get_close_matches(name, known, n=1)), "one of these")
-            raise ValueError(f"{path}: {key} must be of {', '.join(known)}: got {name}: use {near}")
+            raise ValueError(f"{path}: {key} must be of {', '.join(known)}: got {name}: {use(name, known)}")
 
 
+# The largest number that is finite.
+_MOST = sys.float_info.max
 # Zero has a meaning for these: nothing, or no limit.
 _MAY_BE_ZERO = (
     *("kernel_s", "host_s_per_operator", "host_s_per_action", "latency_s"),
@@ -192,12 +188,13 @@ def _curve(value: list[Any], path: str, key: str) -> Curve:
 
 def _number(value: Any, path: str, key: str, *, is_whole: bool = False) -> float:
     least = 0.0 if key.rpartition(".")[2] in _MAY_BE_ZERO else math.ulp(0.0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
+    # An integer may be too large for a float.
+    if type(value) not in (int, float) or not least <= value <= _MOST:
         rule = "at least 0" if least == 0.0 else "above 0"
         raise ValueError(f"{path}: {key} must be a finite number {rule}: got {value!r}: correct the value")
-    if is_whole and value != int(value):
+    if is_whole and type(value) is not int:
         raise ValueError(f"{path}: {key} must be a whole number: got {value!r}: correct the value")
-    return value
+    return float(value) if not is_whole else int(value)
 
 
 def _plain(value: Any) -> Any:

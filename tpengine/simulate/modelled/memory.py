@@ -120,7 +120,7 @@ def decided_residency(config: Config, limit: int, machine: Machine = CPU_CORE) -
         limit: bytes per rank; 0 for no limit. Where nothing fits, what takes least.
         machine: for whose rates.
     """
-    if config.parallel.zero != 3 or config.parallel.residency != "auto":
+    if config.parallel.zero_in_effect != 3 or config.parallel.residency != "auto":
         return layout_of(config).residency
 
     def judged(residency: Residency) -> tuple[bool, float]:

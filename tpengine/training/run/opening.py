@@ -15,6 +15,7 @@ from tpengine.checkpoint.run.resume import Checkpoint, changes_since
 from tpengine.checkpoint.run.run_directory import write_config
 from tpengine.config import Config, decay_steps_of
 from tpengine.config.amounts import amount_of
+from tpengine.config.rules import zero_in_words
 from tpengine.distributed.messages import broadcast_json
 from tpengine.files import write_beside
 from tpengine.hugging_face.directory import ModelDirectory
@@ -85,6 +86,8 @@ def _say_what_will_happen(
     config, device = trainer.config, trainer.device
     exchange = trainer.comms.describe(trainer.mailbox)
     show_plan(console, config, trainer.layout, trainer.plan, device, exchange, run_dir, job.shared_cores)
+    if said := zero_in_words(config.parallel):
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
     for part in trainer.parts:
         show_padding(console, part.corpus.padding(), part.config.train.seq_len)
     show_phases(console, trainer.phases, [_peak(part, device) for part in trainer.parts])

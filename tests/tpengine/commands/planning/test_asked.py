@@ -70,10 +70,10 @@ def test_a_run_that_goes_on_is_started_as_it_was_worked_out(
     run, file = run_of(tmp_path / "run", parallel), tmp_path / "sheet.json"
     kept = replace(ParallelConfig(), **parallel)
     for asked in ASKED:
-        # Sharding what no replica holds is refused by its rule; so asked for without.
-        layout = [*asked, "--zero", "0"] if "zero" in parallel and "--dp" not in asked and asked else asked
-        plan = ["plan", "--resume", str(run), "--machine", "cpu", "--ranks", "2", "--json", str(file), *layout]
-        config = started(said(capsys, *plan), 2)
+        plan = ["plan", "--resume", str(run), "--machine", "cpu", "--ranks", "2", "--json", str(file), *asked]
+        text = said(capsys, *plan)
+        config = started(text, 2)
+        assert ("zero 3 with dp 1 is zero 0 in effect" in text) == (kept.zero == 3 and config.parallel.dp == 1)
         check_is_what_was_worked_out(config, json.loads(file.read_text()), kept)
         if not asked:
             assert all(getattr(config.parallel, name) == value for name, value in parallel.items())
@@ -84,7 +84,11 @@ def test_advice_to_go_on_says_what_it_takes_back(tmp_path: Path, capsys: pytest.
     fixed = ["--tp", "2", "--recompute", "none", "--micro-batch", "8", "--seconds", "1000"]
     text = said(capsys, "advise", "--resume", str(run), "--machine", "cpu", "--ranks", "2", *fixed)
     parallel = started(text, 2).parallel
-    assert (parallel.tp, parallel.zero, parallel.recompute) == (2, 0, "none")
+    # The stage of ZeRO stays for when there are replicas again.
+    assert (parallel.tp, parallel.zero, parallel.recompute) == (2, 3, "none")
+    assert "zero 3 with dp 1 is zero 0 in effect" in text
+    parallel = started(said(capsys, "advise", "--resume", str(run), "--ranks", "2", *fixed, "--zero", "0"), 2).parallel
+    assert (parallel.zero, parallel.zero_in_effect) == (0, 0)
 
 
 def test_in_exact_mode_and_with_dropout_micro_batches_keep_their_size(

@@ -44,7 +44,7 @@ def test_a_schedule_is_that_of_the_phase_asked_for(
     all_of_run = phases_of(validate_run(base, 4))
     for number, (phase, layout) in enumerate(zip(all_of_run, phase_layouts(all_of_run), strict=True), 1):
         text = tmp_path / f"{number}.plan"
-        argv = ["schedule", "--preset", "tiny", "--pp", "2", "--dp", "2", "--phases", str(phases)]
+        argv = ["schedule", "--model", "tiny", "--pp", "2", "--dp", "2", "--phases", str(phases)]
         assert main([*argv, "--phase", str(number), "--plan-text", str(text)]) == 0
         assert text.read_text() == training_plan(phase.config, layout).text()
         train = phase.config.train
@@ -57,7 +57,7 @@ def test_a_schedule_is_that_of_the_phase_asked_for(
 def test_a_last_phase_without_until_is_open(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever the preset's number of steps is; --steps says where it ends."""
     plan = ["plan", "--model", "tiny", "--machine", "cpu", "--ranks", "2", "--pp", "2"]
-    schedule = ["schedule", "--preset", "tiny", "--pp", "2", "--phase", "2"]
+    schedule = ["schedule", "--model", "tiny", "--pp", "2", "--phase", "2"]
     guess = "; layers are split for phase 2, taken for the longest: --steps N says how long it is\n"
     for until, seq_len in ((1000, 128), (100, 64)):
         path = tmp_path / f"{until}.toml"
@@ -117,17 +117,17 @@ def test_a_run_like_another_is_started_with_its_phases(
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["schedule", "--preset", "tiny", "--phase", "2"], "--phase must be one of 1 to 1: got 2, a run without"),
-        (["schedule", "--preset", "tiny", "--phases", "FILE", "--phase", "3"], "--phase must be one of 1 to 2: got 3"),
-        (["schedule", "--preset", "tiny", "--phases", "FILE", "--steps", "5"], "--steps 5, FILE ends at step 6: leave"),
+        (["schedule", "--model", "tiny", "--phase", "2"], "--phase must be one of 1 to 1: got 2, a run without"),
+        (["schedule", "--model", "tiny", "--phases", "FILE", "--phase", "3"], "--phase must be one of 1 to 2: got 3"),
+        (["schedule", "--model", "tiny", "--phases", "FILE", "--steps", "5"], "--steps 5, FILE ends at step 6: leave"),
         (["plan", "--model", "tiny", "--ranks", "1", "--steps", "5"], "--steps is for the phases of a run: got 5, no"),
         (
-            ["schedule", "--preset", "tiny", "--phases", "FILE", "--micro-batches", "16"],
+            ["schedule", "--model", "tiny", "--phases", "FILE", "--micro-batches", "16"],
             "tokens per replica: got --micro-batches 16, it has 8: leave --micro-batches out",
         ),
         (["plan", "--model", "tiny", "--ranks", "1", "--phases", "FILE", "--global-batch", "48"], "it has 64: leave"),
-        (["schedule", "--phases", "FILE"], "--phases is for a model: got neither"),
-        (["schedule", "--preset", "tiny", "--phases", "nowhere.toml"], "nowhere.toml"),
+        (["schedule", "--phases", "FILE"], "--phases is for a model: got no --model"),
+        (["schedule", "--model", "tiny", "--phases", "nowhere.toml"], "nowhere.toml"),
         (["plan", "--model", "tiny", "--dp", "4", "--ranks", "4", "--phases", "FILE"], "phase 2 has 2 per step, dp 4"),
         (["certify", "--tp", "2", "--fast", "--phases", "FILE"], "--fast compares one phase: got --phases"),
         (["certify", "--tp", "2", "--phases", "nowhere.toml"], "nowhere.toml"),

@@ -132,5 +132,5 @@ def _of_replicas(baseline: Baseline) -> list[dict[str, Any]]:
     smaller: list[dict[str, Any]] = [
         {"bucket_bytes": size} for size in sorted(sizes, reverse=True) if size >= _LEAST_BUCKET_BYTES
     ]
-    less: list[dict[str, Any]] = [{"zero": stage} for stage in range(parallel.zero)]
+    less: list[dict[str, Any]] = [{"zero": stage} for stage in range(parallel.zero_in_effect)]
     return smaller + less

@@ -29,8 +29,8 @@ def prepares(config: Config, machine: Machine) -> bool:
         return False
     parallel = config.parallel
     if config.train.reduction == "exact":
-        return parallel.zero < ZERO_OF_SLICED_WEIGHTS
-    return parallel.zero == 0 and ((parallel.tp or 1) > 1 or (parallel.pp or 1) == 1)
+        return parallel.zero_in_effect < ZERO_OF_SLICED_WEIGHTS
+    return parallel.zero_in_effect == 0 and ((parallel.tp or 1) > 1 or (parallel.pp or 1) == 1)
 
 
 def prepared_bytes(config: Config, layout: Layout, rank: int, machine: Machine) -> int:

@@ -42,7 +42,7 @@ def test_a_schedule_of_a_text_tells_what_its_documents_cost(
     main(["data", "--fit", str(preset_config("tiny").train.seq_len), str(tokens)])
     (tmp_path / "c.toml").write_text(f'[data]\npacking = "{packing}"\n')
     capsys.readouterr()
-    main(["schedule", "--config", str(tmp_path / "c.toml"), "--pp", "2", "--data.path", str(tokens)])
+    main(["schedule", "--model", str(tmp_path / "c.toml"), "--pp", "2", "--data.path", str(tokens)])
     said = capsys.readouterr().out
     found = re.search(r"pairs of a micro-batch: mean ([\d,]+) \(\d+% of uncut sequences\), worst ([\d,]+) \(", said)
     assert found is not None, said
@@ -65,8 +65,8 @@ def test_a_schedule_of_a_text_tells_what_its_documents_cost(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--data.path", "FILE"], "--data.path is for a model: got neither --preset"),
-        (["--preset", "tiny", "--data.path", "FILE"], "needs to know where they begin: "),
+        (["--data.path", "FILE"], "--data.path is for a model: got no --model"),
+        (["--model", "tiny", "--data.path", "FILE"], "needs to know where they begin: "),
     ],
 )
 def test_what_cannot_be_told_of_a_text_is_said_in_one_line(
