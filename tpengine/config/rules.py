@@ -16,7 +16,15 @@ from functools import partial
 
 from tpengine.config.amounts import Amount, amount_of
 from tpengine.config.exact_sizes import MOST_SHARDS, largest_dp, num_shards_of
-from tpengine.config.settings import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, round_up
+from tpengine.config.settings import (
+    DEFAULT_SHARE_HELD_OUT,
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+    round_up,
+)
 from tpengine.config.spikes import spike_rule_of
 from tpengine.plan import Schedule, make_schedule
 
@@ -150,12 +158,20 @@ def _check_data(config: Config) -> None:
             f"a run reads one text or one mixture: got data.path {data.path} and data.mixture {data.mixture}: leave "
             "one out, or name the text in the mixture"
         )
+    if data.held_out and data.held_out_fraction:
+        raise ValueError(
+            f"a run holds out a text or a share of its own: got data.held_out {data.held_out} and "
+            f"data.held_out_fraction {data.held_out_fraction:g}: use data.held_out_fraction 0, or leave one out"
+        )
 
 
 def _check_evaluation(config: Config) -> None:
-    train, share = config.train, config.data.held_out_fraction
+    train, data = config.train, config.data
+    # Sources of a mixture may have held-out texts: what they lack is said when they are opened.
+    holds_out = bool(data.held_out or data.held_out_share or data.mixture)
     for every, number, what in (
         ("eval_every", "eval_micro_batches", "a held-out loss"),
+        ("eval_samples", "eval_micro_batches", "a held-out loss"),
         ("sample_every", "sample_tokens", "a sample"),
     ):
         asked, default = getattr(train, every), getattr(TrainConfig(), number)
@@ -164,10 +180,10 @@ def _check_evaluation(config: Config) -> None:
                 f"train.{every} {asked} asks for {what}, which train.{number} 0 leaves out: use train.{number} "
                 f"{default}, or train.{every} 0"
             )
-        if asked and not share:
+        if asked and not holds_out:
             raise ValueError(
                 f"train.{every} {asked} needs a held-out text: data.held_out_fraction is 0: use "
-                f"data.held_out_fraction {DataConfig().held_out_fraction}, or train.{every} 0"
+                f"data.held_out_fraction {DEFAULT_SHARE_HELD_OUT}, data.held_out FILE, or train.{every} 0"
             )
 
 
@@ -258,6 +274,7 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
         "train.steps": (1, MOST_STEPS),
         "train.seed": (0, 2**63 - 1),
         "train.eval_micro_batches": (0, 2**14),
+        "train.eval_samples": (0, 2**30),
         "train.sample_tokens": (0, 2**20),
         "train.eval_every": (0, 2**40),
         "train.sample_every": (0, 2**40),
@@ -284,6 +301,8 @@ def _check_ranges(config: Config) -> None:
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
         default = getattr(getattr(Config(), section), name)
+        if value is None:
+            continue
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{key} must be finite: got {value}: use {default}")
         if low is not None and value < low:
