@@ -252,7 +252,7 @@ _MOST_MICRO_BATCHES = 2**24
 _POSITIVE, _BELOW_ONE = math.ulp(0.0), math.nextafter(1.0, 0.0)
 
 # Smallest and largest legal value by key; None for no bound.
-_RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType(
+RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType(
     {
         "model.hidden_size": (1, 2**20),
         "model.num_layers": (1, MOST_LAYERS),
@@ -296,8 +296,19 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
 )
 
 
+def check_model_sizes(model: ModelConfig) -> None:
+    """Check the sizes of a model by themselves, as `validate` does.
+
+    Raises:
+        ValueError: as validate.
+    """
+    config = Config(model=model)
+    _check_ranges(config)
+    _check_model(model)
+
+
 def _check_ranges(config: Config) -> None:
-    for key, (low, high) in _RANGES.items():
+    for key, (low, high) in RANGES.items():
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
         default = getattr(getattr(Config(), section), name)
