@@ -44,6 +44,10 @@ def block(model: ModelConfig, layer: int) -> Mapping[str, Part]:
     }
 
 
+# Its root divides the scores of attention.
+_LEAST_SCALAR = 1e-6
+
+
 def numbers(config: ConfigJson) -> ModelConfig:
     """Return the sizes; layers with a window have a base of their own, which rope_theta and rope_scaling do not say."""
     config.must_be("hidden_activation", "gelu_pytorch_tanh")
@@ -52,15 +56,15 @@ def numbers(config: ConfigJson) -> ModelConfig:
     theta, rope = config.rope("full_attention", 1e6)
     local = config.section_theta("sliding_attention")
     model = llama_sizes(config.without("rope_parameters", "hidden_act"), ties=True, kv_heads=4)
-    every = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6))
+    every = config.integer("sliding_window_pattern", config.integer("_sliding_window_pattern", 6, 1), 1)
     is_local = [bool((i + 1) % every) for i in range(model.num_layers)]
     details = ModelDetails(
         head_size=config.integer("head_dim", 256),
         rope=rope,
         windows=config.windows(model.num_layers, is_local, 4096),
-        local_rope_theta=config.number("rope_local_base_freq", local),
+        local_rope_theta=config.number("rope_local_base_freq", local, 1.0),
         attention_bias=config.flag("attention_bias", False),
-        attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+        attention_scale=config.number("query_pre_attn_scalar", 256, _LEAST_SCALAR) ** -0.5,
     )
     return replace(model, rope_theta=theta, details=details)
 

@@ -51,17 +51,17 @@ def numbers(config: ConfigJson) -> ModelConfig:
     config.must_be("scale_attn_weights", True)
     config.must_be("scale_attn_by_inverse_layer_idx", False)
     config.must_be("add_cross_attention", False)
-    hidden, num_heads = config.integer("n_embd"), config.integer("n_head")
+    hidden, num_heads = config.size("n_embd", "hidden_size"), config.size("n_head", "num_heads")
     return ModelConfig(
         hidden_size=hidden,
         num_layers=config.num_layers("n_layer"),
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        ffn_size=config.integer("n_inner", 4 * hidden),
-        vocab_size=config.integer("vocab_size"),
+        ffn_size=config.size("n_inner", "ffn_size", 4 * hidden),
+        vocab_size=config.size("vocab_size", "vocab_size"),
         tie_embeddings=config.flag("tie_word_embeddings", True),
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
-        details=ModelDetails(max_positions=config.integer("n_positions")),
+        details=ModelDetails(max_positions=config.integer("n_positions", least=1)),
     )
 
 

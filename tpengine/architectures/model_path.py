@@ -53,6 +53,42 @@ def architecture_of_run(run: Path, name: str, own: str = "") -> str:
     return str(path)
 
 
+# Entries of config.json that say how much is dropped, by the setting of a run; the last has none.
+_DROPOUTS = {
+    "attention_dropout": "attention_dropout",
+    "attn_pdrop": "attention_dropout",
+    "resid_pdrop": "residual_dropout",
+    "hidden_dropout": "residual_dropout",
+    "embd_pdrop": "",
+}
+
+
+def dropout_not_taken(settings: ModelConfig) -> str:
+    """Return in a line which dropout rates of model.path's config.json a run leaves out; empty if it leaves out none.
+
+    Rates are settings of a run, as the directory's are those of its own training. A rate that a run has itself counts.
+    """
+    if not settings.path or run_of(settings.path) is not None:
+        return ""
+    config = ConfigJson.read(settings.path)
+    left_out, flags = [], {}
+    for name, setting in _DROPOUTS.items():
+        rate = config.values.get(name)
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate:
+            continue
+        if setting and getattr(settings, setting):
+            continue
+        left_out.append(f"{name} {rate}")
+        if setting:
+            flags[setting] = f"--model.{setting.replace('_', '-')} {rate}"
+    if not left_out:
+        return ""
+    remedy = f"{' '.join(flags.values())} would train with it" if flags else "no setting has it"
+    if flags and "embd_pdrop" in " ".join(left_out):
+        remedy += ", but for embd_pdrop, which no setting has"
+    return f"{config.path} has {', '.join(left_out)}, and this run drops nothing there: {remedy}"
+
+
 def model_at(settings: ModelConfig, given: Iterable[str] = ()) -> ModelConfig:
     """Return the model of settings.path: its numbers, with the dropout rates of the settings.
 

@@ -12,6 +12,7 @@ from tpengine.architectures import gemma3, gpt2, llama, mistral, qwen2, qwen3
 from tpengine.architectures.describe import Architecture, ConfigJson
 from tpengine.architectures.describe.table import Found, check_table, find
 from tpengine.config import ModelConfig
+from tpengine.config.rules import check_model_sizes
 from tpengine.spelling import use
 
 BUILT_IN: dict[str, Architecture] = {
@@ -90,7 +91,12 @@ def model_of(config: ConfigJson, architecture: str | None = None) -> ModelConfig
             f"weights must not be quantized: {config.path} has quantization_config {method!r}: dequantize them first, "
             "with transformers' model.dequantize()"
         )
-    return replace(_named(architecture).numbers(config), architecture=architecture)
+    model = replace(_named(architecture).numbers(config), architecture=architecture)
+    try:
+        check_model_sizes(model)
+    except ValueError as error:
+        raise ValueError(f"{config.path}: {error}") from None
+    return model
 
 
 def rule_of(model: ModelConfig, module: str) -> Found:

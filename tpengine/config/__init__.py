@@ -28,6 +28,7 @@ from tpengine.config.settings import (
     ParallelConfig,
     TrainConfig,
     decay_steps_of,
+    num_evaluated,
 )
 from tpengine.config.spikes import SpikeRule, spike_rule_of
 
@@ -44,6 +45,7 @@ __all__ = [
     "TrainConfig",
     "decay_steps_of",
     "num_blocks",
+    "num_evaluated",
     "num_shards_of",
     "phases_of",
     "profiled_steps",

@@ -23,7 +23,7 @@ from typing import Any
 from tpengine.config.amounts import Amount, amount_of, tokens_of
 from tpengine.config.lengths import with_batch, with_steps
 from tpengine.config.rules import check_ranges, resolve_layout, validate
-from tpengine.config.settings import Config, DataConfig, OptimConfig
+from tpengine.config.settings import Config, DataConfig, OptimConfig, num_evaluated
 from tpengine.config.toml import updated
 from tpengine.config.toml_file import read_toml
 from tpengine.spelling import did_you_mean
@@ -243,7 +243,10 @@ def _changed(number: int, entry: Mapping[str, Any], config: Config) -> tuple[Con
             continue
         _check_key(name, key, value)
         given[key] = value
+    before = config.train
     config = updated(_reading(config, given.get("data", {})), given, name)
+    if number and config.train.micro_batch_size != before.micro_batch_size:
+        config = replace(config, train=replace(config.train, eval_samples=num_evaluated(before)))
     in_all = entry.get("micro_batches", samples_per_step(config) // max(1, config.train.micro_batch_size))
     dp = config.parallel.dp or 1
     if type(in_all) is not int or in_all < 1:
@@ -257,8 +260,10 @@ def _changed(number: int, entry: Mapping[str, Any], config: Config) -> tuple[Con
 
 
 def _reading(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Return the configuration without the mixture, or the text, that a phase reads another text, or mixture, for."""
+    """Return the configuration without what a phase reads something else for: mixture or text, a share held out."""
     data = config.data
+    if changes.get("held_out"):
+        data = replace(data, held_out_fraction=None)
     if changes.get("mixture") and "path" not in changes:
         data = replace(data, path=DataConfig().path)
     elif "path" in changes and "mixture" not in changes:

@@ -17,7 +17,15 @@ from tpengine.config.amounts import Amount, amount_of, tokens_of
 from tpengine.config.exact_sizes import MOST_SHARDS, largest_dp, num_shards_of
 from tpengine.config.lengths import MOST_MICRO_BATCHES, MOST_STEPS, with_batch
 from tpengine.config.nearest import divisors, nearest_multiples, nearest_of
-from tpengine.config.settings import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, round_up
+from tpengine.config.settings import (
+    DEFAULT_SHARE_HELD_OUT,
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+    round_up,
+)
 from tpengine.config.spikes import spike_rule_of
 from tpengine.plan import Schedule, make_schedule
 from tpengine.spelling import choose
@@ -166,12 +174,20 @@ def _check_data(config: Config) -> None:
             f"a run reads one text or one mixture: got data.path {data.path} and data.mixture {data.mixture}: leave "
             "one out, or name the text in the mixture"
         )
+    if data.held_out and data.held_out_fraction:
+        raise ValueError(
+            f"a run holds out a text or a share of its own: got data.held_out {data.held_out} and "
+            f"data.held_out_fraction {data.held_out_fraction:g}: use data.held_out_fraction 0, or leave one out"
+        )
 
 
 def _check_evaluation(config: Config) -> None:
-    train, share = config.train, config.data.held_out_fraction
+    train, data = config.train, config.data
+    # Sources of a mixture may have held-out texts: what they lack is said when they are opened.
+    holds_out = bool(data.held_out or data.held_out_share or data.mixture)
     for every, number, what in (
         ("eval_every", "eval_micro_batches", "a held-out loss"),
+        ("eval_samples", "eval_micro_batches", "a held-out loss"),
         ("sample_every", "sample_tokens", "a sample"),
     ):
         asked, default = getattr(train, every), getattr(TrainConfig(), number)
@@ -180,10 +196,10 @@ def _check_evaluation(config: Config) -> None:
                 f"train.{every} {asked} asks for {what}, which train.{number} 0 leaves out: use train.{number} "
                 f"{default}, or train.{every} 0"
             )
-        if asked and not share:
+        if asked and not holds_out:
             raise ValueError(
                 f"train.{every} {asked} needs a held-out text: data.held_out_fraction is 0: use "
-                f"data.held_out_fraction {DataConfig().held_out_fraction}, or train.{every} 0"
+                f"data.held_out_fraction {DEFAULT_SHARE_HELD_OUT}, data.held_out FILE, or train.{every} 0"
             )
 
 
@@ -252,7 +268,7 @@ _MOST_MICRO_BATCHES = 2**24
 _POSITIVE, _BELOW_ONE = math.ulp(0.0), math.nextafter(1.0, 0.0)
 
 # Smallest and largest legal value by key; None for no bound.
-_RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType(
+RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType(
     {
         "model.hidden_size": (1, 2**20),
         "model.num_layers": (1, MOST_LAYERS),
@@ -276,6 +292,7 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
         "train.epochs": (0, 2**30),
         "train.seed": (0, 2**63 - 1),
         "train.eval_micro_batches": (0, 2**14),
+        "train.eval_samples": (0, 2**30),
         "train.sample_tokens": (0, 2**20),
         "train.eval_every": (0, 2**40),
         "train.sample_every": (0, 2**40),
@@ -297,13 +314,25 @@ _RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyTyp
 )
 
 
+def check_model_sizes(model: ModelConfig) -> None:
+    """Check the sizes of a model by themselves, as `validate` does.
+
+    Raises:
+        ValueError: as validate.
+    """
+    check_ranges(Config(model=model))
+    _check_model(model)
+
+
 def check_ranges(config: Config) -> None:
     """Raise ValueError for the first setting whose value is none by itself, whatever the others are."""
     tokens_of(config.train.tokens, "train.tokens")
-    for key, (low, high) in _RANGES.items():
+    for key, (low, high) in RANGES.items():
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
         default = getattr(getattr(Config(), section), name)
+        if value is None:
+            continue
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{key} must be finite: got {value}: use {default}")
         if low is not None and value < low:

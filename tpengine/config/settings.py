@@ -15,6 +15,8 @@ from tpengine.config.dtypes import Dtype
 
 # The label of a target that is not counted in the loss: torch's convention.
 IGNORED_LABEL = -100
+# data.held_out_fraction, where nothing else is held out.
+DEFAULT_SHARE_HELD_OUT = 0.05
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,9 @@ class TrainConfig:
     and one thread per process."""
     eval_micro_batches: int = 16
     """Micro-batches of the held-out loss, over all replicas; 0 for no held-out loss."""
+    eval_samples: int = 0
+    """Samples of the held-out loss, whatever the size of a micro-batch; 0 for those of eval_micro_batches, of the size
+    that the run begins with. A resume or a phase with another size keeps their number here."""
     eval_every: int = 0
     """Steps between held-out losses; 0 for the last step's alone."""
     sample_tokens: int = 200
@@ -184,14 +189,23 @@ class DataConfig:
     the top-level *.py files of Python's standard library."""
     mixture: str = ""
     """TOML file of a mixture, instead of one text: a table of sources, each with path, weight, and epochs at most."""
-    held_out_fraction: float = 0.05
-    """Share of the tokens, at the end of the text, that is never trained on; with a mixture, of each source."""
+    held_out: str = ""
+    """Token files, named as data.path names them, that the held-out loss is of and that are never trained on. Empty
+    holds out the end of the text; the sources of a mixture may name their own."""
+    held_out_fraction: float | None = None
+    """Share of the tokens, at the end of the text, that is never trained on; with a mixture, of each source. By default
+    0.05, and 0 of a text that has a held-out text of its own."""
     packing: Literal["cut", "documents", "fit"] = "cut"
     """How documents lie in a sequence: cut, one behind the other as if they were one text; documents, the same, but
     attention does not cross from one to the next, positions begin anew, and no token is predicted across a border; fit,
     as documents, but none of at most seq_len tokens is cut, for some padding (first: `tpengine data --fit`)."""
     ignore_token: int | None = None
     """Targets equal to this token are not counted in the loss (padding, say)."""
+
+    @property
+    def held_out_share(self) -> float:
+        """The share of the text that is held out."""
+        return share_held_out(self.held_out, self.held_out_fraction)
 
 
 @dataclass(frozen=True)
@@ -248,6 +262,16 @@ class Config:
 def decay_steps_of(config: Config) -> int | str:
     """Return the length of the learning-rate schedule, in steps or tokens."""
     return config.optim.decay_steps or config.train.steps
+
+
+def num_evaluated(train: TrainConfig) -> int:
+    """Return how many held-out samples the held-out loss is of, if there are as many; 0 for no held-out loss."""
+    return (train.eval_samples or train.eval_micro_batches * train.micro_batch_size) if train.eval_micro_batches else 0
+
+
+def share_held_out(held_out: str, fraction: float | None) -> float:
+    """Return the share of a text that data.held_out and data.held_out_fraction hold out of it."""
+    return (0.0 if held_out else DEFAULT_SHARE_HELD_OUT) if fraction is None else fraction
 
 
 def round_up(number: int, multiple: int) -> int:

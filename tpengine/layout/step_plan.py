@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tpkernels.work import attention_work, matmul_work
 
-from tpengine.config import Config, ModelConfig, num_shards_of, schedule_of
+from tpengine.config import Config, ModelConfig, num_evaluated, num_shards_of, schedule_of
 from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
 from tpengine.layout.parameters import (
     EMBEDDING,
@@ -278,7 +278,8 @@ def lowered(config: Config, layout: Layout) -> Plan:
 def evaluation_micro_batches(config: Config) -> int:
     """How many micro-batches each replica runs for the held-out loss: equally many, so that they may be more in all."""
     assert config.parallel.dp, "resolve the layout first: config.validate"
-    return -(-config.train.eval_micro_batches // config.parallel.dp)
+    in_all = -(-num_evaluated(config.train) // config.train.micro_batch_size)
+    return -(-in_all // config.parallel.dp)
 
 
 def forward_plan(config: Config, layout: Layout, num_microbatches: int, micro_batch_size: int) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support.architectures.drawn import CONFIGS, drawn_config
 from support.architectures.published import PUBLISHED
 
 from tpengine.architectures.describe import ConfigJson
+from tpengine.architectures.model_path import dropout_not_taken
 from tpengine.architectures.registry import model_of
 from tpengine.config import ModelConfig
 from tpengine.layout.parameters import stage_specs
@@ -124,3 +126,49 @@ def test_far_too_many_layers_are_refused_before_they_are_listed(name: str) -> No
     values = next(of for of, _ in PUBLISHED.values() if name in of)
     with pytest.raises(ValueError, match=f"{name} must be at most 16384: got 1000000000: correct it"):
         model_of(ConfigJson({**values, name: 10**9}))
+
+
+NUMBERS = (0, -1, True, "3", 1.5, 2**60, 10**5000, float("nan"), float("inf"), [], {})
+
+
+@pytest.mark.parametrize("published", ["Mistral 7B v0.1", "GPT-2"])
+def test_a_number_that_cannot_be_is_refused_by_its_file_and_its_name(published: str) -> None:
+    """All sizes, with all kinds of wrong values; before, rules named a setting that nobody had given."""
+    values = next(of for name, (of, _) in PUBLISHED.items() if name.startswith(published))
+    names = [
+        name for name in values if name.startswith(("n_", "num_", "hidden_size", "intermediate", "vocab", "rope_t"))
+    ]
+    names = [name for name in names if values[name] is not None and name not in ("n_ctx", "n_inner")]
+    assert len(names) >= 4
+    for name in names:
+        for number in NUMBERS:
+            if name.startswith("rope") and number in (1.5, 2**60):
+                continue
+            with pytest.raises(ValueError) as error:
+                model_of(ConfigJson({**values, name: number}, "DIR/config.json"))
+            said = str(error.value)
+            assert said.startswith(f"DIR/config.json: {name} must be ") and "\n" not in said and len(said) < 200
+    # What two numbers are together names the file.
+    heads = next(name for name in names if name in ("n_head", "num_attention_heads"))
+    with pytest.raises(ValueError, match=r"^DIR/config.json: .*num_heads 7"):
+        model_of(ConfigJson({**values, heads: 7}, "DIR/config.json"))
+
+
+def test_dropout_that_a_run_does_not_take_over_is_said(tmp_path: Path) -> None:
+    def said(values: dict[str, Any], **rates: float) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        return dropout_not_taken(ModelConfig(path=str(tmp_path), **rates))  # type: ignore[arg-type]
+
+    has, gpt2 = f"{tmp_path}/config.json has", {"attn_pdrop": 0.1, "resid_pdrop": 0.2, "embd_pdrop": 0.3}
+    assert said({}) == said({"attention_dropout": 0.0}) == said({"attention_dropout": None}) == ""
+    assert said({"attention_dropout": 0.1}) == (
+        f"{has} attention_dropout 0.1, and this run drops nothing there: "
+        "--model.attention-dropout 0.1 would train with it"
+    )
+    assert said({"attention_dropout": 0.1}, attention_dropout=0.2) == ""
+    assert said(gpt2) == (
+        f"{has} attn_pdrop 0.1, resid_pdrop 0.2, embd_pdrop 0.3, and this run drops nothing there: "
+        "--model.attention-dropout 0.1 --model.residual-dropout 0.2 would train with it, but for embd_pdrop, which no "
+        "setting has"
+    )
+    assert said(gpt2, attention_dropout=0.1, residual_dropout=0.1).endswith("drops nothing there: no setting has it")

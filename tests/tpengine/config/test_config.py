@@ -45,13 +45,13 @@ def test_there_are_few_settings_with_distinct_names() -> None:
     """40, since then the order of sums, dropout (3), choices of a schedule (3), profiling, what ends a run (3), the
     length of the learning rate's schedule, what replicas shard (2) within what memory, where a model comes from
     (2), what the learning rate does after its warm-up (2), phases, how often a run is evaluated and sampled (2),
-    which checkpoints stay (2), how documents lie in sequences, what is run for a checkpoint, who is told, mixtures, and
-    what is done about a step that leaps.
+    which checkpoints stay (2), how documents lie in sequences, what is run for a checkpoint, who is told, mixtures,
+    what is done about a step that leaps, a held-out text, and on how many samples of it the loss is.
     """
     names = setting_names(Config())
     # A path is the data's and the model's, a schedule the pipeline's and the learning rate's.
     assert sorted(names) == sorted([*set(names), "path", "schedule"])
-    assert len(names) <= 71
+    assert len(names) <= 73
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,8 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"sample_tokens": -1}, 1, ["sample_tokens must be at least 0", "-1"]),
     ({"eval_every": -1}, 1, ["eval_every must be at least 0", "-1"]),
     ({"eval_every": 5, "eval_micro_batches": 0}, 1, ["eval_every 5", "eval_micro_batches 0", "use", "16"]),
+    ({"eval_samples": 9, "eval_micro_batches": 0}, 1, ["eval_samples 9", "eval_micro_batches 0", "use", "16"]),
+    ({"held_out": "v", "held_out_fraction": 0.1}, 1, ["data.held_out v", "held_out_fraction 0.1", "leave one out"]),
     ({"eval_every": 5, "held_out_fraction": 0.0}, 1, ["eval_every 5", "held_out_fraction is 0", "use", "0.05"]),
     ({"after_checkpoint": "cp 'x {path}"}, 1, ["after_checkpoint", "cp 'x {path}", "No closing quotation", "quotes"]),
     ({"after_checkpoint": "cp x"}, 1, ["after_checkpoint", "'cp x'", "'cp x {path}'"]),

@@ -19,6 +19,7 @@ from tpengine.config import (
     ParallelConfig,
     TrainConfig,
     num_blocks,
+    num_evaluated,
     num_shards_of,
     phases_of,
     validate_run,
@@ -78,6 +79,15 @@ def test_steps_tokens_and_samples_follow_from_the_file(tmp_path: Path) -> None:
 def test_an_order_of_its_own_begins_with_other_windows(tmp_path: Path, given: str, order: int) -> None:
     phases = phases_of(config_of(tmp_path, f"[[phase]]\nuntil = 10\n[[phase]]\n{given}\n"))
     assert phases[1].order == order and phases[1].consumed == (0 if order else 80)
+
+
+def test_a_phase_with_other_micro_batches_is_evaluated_on_as_many_samples(tmp_path: Path) -> None:
+    """Losses of one order of samples are compared to find the best checkpoint."""
+    text = "[[phase]]\nuntil = 10\n[[phase]]\nuntil = 20\ntrain.micro_batch_size = 1\n[[phase]]\nmicro_batches = 8\n"
+    phases = phases_of(config_of(tmp_path, text))
+    assert [num_evaluated(phase.config.train) for phase in phases] == [32, 32, 32]
+    first = phases_of(config_of(tmp_path, "[[phase]]\ntrain.micro_batch_size = 1\n"))
+    assert num_evaluated(first[0].config.train) == 16
 
 
 def test_the_rate_makes_no_jump_that_no_phase_asks_for(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +12,10 @@ from typing import Any
 
 from tpengine.architectures.describe.rope import read_rope
 from tpengine.config.details import RopeScaling
-from tpengine.config.rules import MOST_LAYERS
+from tpengine.config.rules import RANGES
 
 _REQUIRED = object()
+_MOST = 2**53
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -73,9 +76,22 @@ class ConfigJson:
         """Return the same without some entries."""
         return ConfigJson({name: value for name, value in self.values.items() if name not in names}, self.path)
 
-    def integer(self, name: str, default: Any = _REQUIRED) -> int:
-        """Return an integer; null is the default."""
-        return int(self._typed(name, default, (int,), "an integer"))
+    def integer(self, name: str, default: Any = _REQUIRED, least: int = 0) -> int:
+        """Return an integer; null is the default.
+
+        Raises:
+            ValueError: another value, one below the least, or of more than 53 bits.
+        """
+        found = int(self._typed(name, default, (int,), "an integer"))
+        self._check(name, found, least, _MOST)
+        return found
+
+    def size(self, name: str, setting: str, default: Any = _REQUIRED) -> int:
+        """Return an integer that is a setting of the model, as the setting may be; null is the default."""
+        found = self.integer(name, default)
+        low, high = RANGES[f"model.{setting}"]
+        self._check(name, found, low or 0, high or _MOST)
+        return found
 
     def num_layers(self, name: str) -> int:
         """Return how many layers there are.
@@ -83,14 +99,24 @@ class ConfigJson:
         Raises:
             ValueError: more than a model may have; refused here, before anything is listed by layers.
         """
-        found = self.integer(name)
-        if found > MOST_LAYERS:
-            raise ValueError(f"{self.path}: {name} must be at most {MOST_LAYERS}: got {found}: correct it")
-        return found
+        return self.size(name, "num_layers")
 
-    def number(self, name: str, default: Any = _REQUIRED) -> float:
-        """Return a number; null is the default."""
-        return float(self._typed(name, default, (int, float), "a number"))
+    def number(self, name: str, default: Any = _REQUIRED, least: float = 0.0) -> float:
+        """Return a number; null is the default.
+
+        Raises:
+            ValueError: another value, one below the least, or none that is finite.
+        """
+        found = self._typed(name, default, (int, float), "a number")
+        if not abs(found) <= sys.float_info.max:
+            raise ValueError(f"{self.path}: {name} must be finite: got {_shown(found)}: correct it")
+        self._check(name, found, least, sys.float_info.max)
+        return float(found)
+
+    def _check(self, name: str, found: float, low: float, high: float) -> None:
+        if not low <= found <= high:
+            bound = f"at least {low:g}" if found < low else f"at most {high}"
+            raise ValueError(f"{self.path}: {name} must be {bound}: got {_shown(found)}: correct it")
 
     def flag(self, name: str, default: bool) -> bool:
         """Return true or false; null is the default."""
@@ -121,7 +147,7 @@ class ConfigJson:
             is_local: which layers have a window where `layer_types` does not say.
             default: the window where there is no `sliding_window`; null is none.
         """
-        window = self.integer("sliding_window", 0 if "sliding_window" in self.values else default)
+        window = self.integer("sliding_window", 0 if "sliding_window" in self.values else default, least=-_MOST)
         if window < 1 and self.values.get("sliding_window") is not None:
             raise ValueError(
                 f"{self.path}: sliding_window must be at least 1, a query's own key: got {window}: use null for none"
@@ -163,5 +189,12 @@ class ConfigJson:
         if value is _REQUIRED:
             raise ValueError(f"{self.path} must have {name}, {what}: it is missing: add it")
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise ValueError(f"{self.path}: {name} must be {what}: got {value!r}: correct it")
+            raise ValueError(f"{self.path}: {name} must be {what}: got {_shown(value)}: correct it")
         return value
+
+
+def _shown(value: object) -> str:
+    """Return a value for a message, shortened; Python spells no integer of more than 4,300 digits."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a number of {value.bit_length()} bits"
+    return reprlib.repr(value)

@@ -7,6 +7,7 @@ must say the same. What is written has both.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,7 +45,8 @@ def read_rope(
     if section is not None and section in new:
         new = _object(new, section, path)
     theta = values.get("rope_theta", new.get("rope_theta", default))
-    if not isinstance(theta, int | float) or not 1 < theta < math.inf:
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1 < theta <= sys.float_info.max:
+        theta = theta if not isinstance(theta, int) or theta.bit_length() <= 64 else "a far larger one"
         raise ValueError(f"{path}: rope_theta must be a finite number above 1: got {theta!r}: correct it")
     if new.get("rope_theta", theta) != theta:
         raise ValueError(
@@ -104,6 +106,8 @@ def _scaling(values: Mapping[str, Any], path: str) -> RopeScaling:
         kinds = bool if name == "truncate" else int if name.startswith("original") else (int, float)
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
             raise ValueError(f"{path}: {name} of rope_type {kind} must be a number: got {value!r}: correct it")
+        if abs(value) > sys.float_info.max:
+            raise ValueError(f"{path}: {name} of rope_type {kind} must be finite: it is beyond every float: correct it")
         numbers[name] = float(value) if kinds == (int, float) else value
         least = 1 if name in _AT_LEAST_ONE else 0
         if name != "truncate" and not (least <= value < math.inf and value > 0):

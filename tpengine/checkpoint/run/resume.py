@@ -30,12 +30,14 @@ from tpengine.config import (
     Phases,
     TrainConfig,
     decay_steps_of,
+    num_evaluated,
     phases_of,
     resolve_layout,
     samples_per_step,
     validate_run,
 )
 from tpengine.config.nearest import divisors
+from tpengine.config.settings import share_held_out
 from tpengine.config.toml import load_toml
 from tpengine.data import change_of
 from tpengine.plan import SCHEDULES
@@ -127,8 +129,8 @@ def continued_config(saved: Config, wanted: Config, world_size: int, base: Paral
 
     Returns:
         `wanted` with the legal layout for the processes that is nearest to the saved one (tp is kept before pp, and pp
-        before dp), the samples of a step divided among its replicas, and the saved optim.decay_steps, unless flags give
-        other values.
+        before dp), the samples of a step divided among its replicas, and the saved optim.decay_steps and number of
+        held-out samples, unless flags give other values.
 
     Raises:
         ValueError: no layout fits the processes; the micro-batches of a step do not divide over the replicas.
@@ -136,6 +138,7 @@ def continued_config(saved: Config, wanted: Config, world_size: int, base: Paral
     flags = wanted.parallel
     if wanted.optim.decay_steps == -1:
         wanted = replace(wanted, optim=replace(wanted.optim, decay_steps=saved.optim.decay_steps))
+    wanted = replace(wanted, train=_evaluated_alike(wanted.train, saved.train))
     given = flags
     if base is not None:
         given = replace(flags, tp=flags.tp or base.tp, pp=flags.pp or base.pp, dp=flags.dp or base.dp)
@@ -156,6 +159,16 @@ def continued_config(saved: Config, wanted: Config, world_size: int, base: Paral
     continued = [_laid_out(wanted, layout, in_all) for layout in dividing]
     # If none is legal, validating the nearest reports why.
     return next((config for config in continued if _is_legal(config, world_size)), continued[0])
+
+
+def _evaluated_alike(wanted: TrainConfig, saved: TrainConfig) -> TrainConfig:
+    """Return settings whose held-out loss is of as many samples as the run's, unless another number was asked for."""
+    if wanted.eval_samples not in (0, saved.eval_samples):
+        return wanted
+    if wanted.eval_micro_batches != saved.eval_micro_batches:
+        return replace(wanted, eval_samples=0)
+    keeps = num_evaluated(wanted) == num_evaluated(saved)
+    return wanted if keeps else replace(wanted, eval_samples=num_evaluated(saved))
 
 
 _AXES = ("tp", "pp", "dp")
@@ -213,6 +226,8 @@ def changes_since(index: Index, config: Config) -> list[str]:
     before, now = _flat(_plain(Config())) | _flat(index.state["config"]), _flat(_plain(config))
     for settings in (before, now):
         settings["optim.decay_steps"] = settings["optim.decay_steps"] or settings["train.steps"]
+        share = share_held_out(settings["data.held_out"], settings["data.held_out_fraction"])
+        settings["data.held_out_fraction"] = share
     return [
         f"{name} from {_spelled(before[name])} to {_spelled(value)}"
         for name, value in sorted(now.items())
@@ -423,7 +438,8 @@ def _decisive(state: Mapping[str, Any], step: int, is_exact: bool) -> dict[str, 
         **{f"train.{name}": train[name] for name in ("seq_len", "dtype", "seed")},
         # Dropout masks depend on the micro-batch, and exact mode's order of sums depends on its size.
         **({"train.micro_batch_size": train["micro_batch_size"]} if dropped or is_exact else {}),
-        **{f"data.{name}": data[name] for name in ("ignore_token", "held_out_fraction")},
+        "data.ignore_token": data["ignore_token"],
+        "data.held_out_fraction": share_held_out(data.get("held_out", ""), data["held_out_fraction"]),
         "data.packing": data.get("packing", DataConfig().packing),
         # Before there were phases all steps of a run had equally many.
         "samples per step": state["data"].get("samples_per_step", state["data"]["next_sample"] / step),

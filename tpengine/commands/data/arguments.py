@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tpengine.commands.parsing import count
 from tpengine.commands.stopping import stoppable
-from tpengine.config import DataConfig
+from tpengine.config.settings import DEFAULT_SHARE_HELD_OUT
 
 DESCRIPTION = (
     "Write token files from text files, each one document, .jsonl files (.gz, .zst too), each line one document, and "
@@ -43,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--held-out-fraction",
         type=float,
         metavar="X",
-        help=f"with --fit: data.held_out_fraction of the run (default {DataConfig().held_out_fraction})",
+        help=f"with --fit: data.held_out_fraction of the run (default {DEFAULT_SHARE_HELD_OUT}); 0 of one "
+        "with data.held_out",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="token file to write, a new one; or a directory")
     parser.add_argument(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tpengine.config import DataConfig
+from tpengine.config.settings import DEFAULT_SHARE_HELD_OUT
 from tpengine.data.corpora.text_corpus import num_trained_on
 from tpengine.data.files.documents import DocumentTokens
 from tpengine.data.files.source import open_text
@@ -31,7 +31,7 @@ def fit_data(path: str, length: str, held_out_fraction: float | None = None) -> 
 
     Raises: ValueError: one line: another length or fraction, a text that does not know its documents, or no place.
     """
-    fraction = DataConfig().held_out_fraction if held_out_fraction is None else held_out_fraction
+    fraction = DEFAULT_SHARE_HELD_OUT if held_out_fraction is None else held_out_fraction
     if not length.isdecimal() or not 1 <= int(length) <= _MOST_TOKENS:
         raise ValueError(f"--fit needs the tokens of a sample, 1 to {_MOST_TOKENS}: got {length!r}: use train.seq_len")
     if not 0 <= fraction <= _MOST_FRACTION:

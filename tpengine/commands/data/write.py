@@ -30,6 +30,8 @@ BYTES = "bytes"
 
 # Where the output is no terminal.
 _PLAIN_LINES = 20
+# Of files that do not look like text; then they are counted.
+_MOST_WARNINGS = 3
 # A process takes as long to start as the library takes for some MB.
 _LEAST_BYTES_PER_WORKER = 4 << 20
 
@@ -105,14 +107,37 @@ def write_data(options: Options) -> None:
         if shards.was_begun:
             had = shards.progress
             console.print(f"going on behind {had.all_tokens:,} tokens of {had.all_documents:,} documents")
-        documents = Documents(paths, options.field, shards.progress.place)
+        odd = _Odd(console)
+        documents = Documents(paths, options.field, shards.progress.place, odd.note)
         with ExitStack() as stack:
             chunks = _chunks(documents, encoding, _num_workers(options, documents), stack)
             reading = stack.enter_context(Reading(console, documents, shards.progress.all_tokens))
             for chunk in reading.shown(chunks):
                 shards.add(chunk)
         written = shards.finish()
+    odd.say_how_many()
     console.print(_said(options, encoding, written, documents))
+
+
+class _Odd:
+    """Warns of files that do not look like text: of the first ones when they are read, at the end of how many."""
+
+    def __init__(self, console: SafeConsole) -> None:
+        self._console, self._number = console, 0
+
+    def note(self, path: Path, reason: str) -> None:
+        """Warn of a file, unless there were many."""
+        self._number += 1
+        if self._number <= _MOST_WARNINGS:
+            self._console.print(
+                f"warning: {path} does not look like text: {reason}: if it is none, stop, and leave it out with "
+                "--pattern"
+            )
+
+    def say_how_many(self) -> None:
+        """Say how many there were, where not each was said."""
+        if self._number > _MOST_WARNINGS:
+            self._console.print(f"warning: {self._number:,} files do not look like text: leave them out with --pattern")
 
 
 def _encoding(options: Options) -> _Encoding:

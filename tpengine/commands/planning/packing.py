@@ -40,11 +40,11 @@ def packed_documents(config: Config) -> Packed:
             f"the cost of packed documents needs to know where they begin: {data.path} does not say: write it "
             "again with tpengine data, or leave --data.path out"
         )
-    num_train = num_trained_on(text.tokens, data.held_out_fraction)
+    num_train = num_trained_on(text.tokens, data.held_out_share)
     tokens = text.tokens.part(0, num_train)
     samples = Samples(tokens, train.seq_len, config.model.vocab_size, seed=train.seed, packs=True)
     if data.packing == "fit":
-        index = open_index(text, data.path, train.seq_len, num_train, data.held_out_fraction)
+        index = open_index(text, data.path, train.seq_len, num_train, data.held_out_share)
         samples = fitted(samples, index.train)
     if samples.num_windows < train.micro_batch_size:
         raise ValueError(

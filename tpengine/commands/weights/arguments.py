@@ -25,6 +25,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_import(args: argparse.Namespace) -> None:
     """Write a run's directory that begins with the weights of a directory, or of another run."""
+    from tpengine.architectures.model_path import dropout_not_taken
     from tpengine.commands.arguments import parse_imported
 
     config = parse_imported(args.source, str(args.out), args.settings)
@@ -32,6 +33,8 @@ def run_import(args: argparse.Namespace) -> None:
 
     with stoppable():
         names = import_weights(config, args.out)
+    if left_out := dropout_not_taken(config.model):
+        print(left_out)
     trust = " --trust" * (config.model.architecture.endswith(".py") or bool(config.train.after_checkpoint))
     print(f"{args.out}: {len(names)} tensors, step 0; train with --config {args.out / 'config.toml'}{trust}")
 

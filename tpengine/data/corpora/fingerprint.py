@@ -1,7 +1,8 @@
 """What identifies the data of a run, so that a continued run can say which file has changed and how.
 
 A text of one file has a line. One of several files, and a mixture, have a JSON object of what their parts are, by name;
-what is below "paths" says where these are, which may change, and is named in messages.
+what is below "paths" says where these are, which may change, and is named in messages. Where a text of its own is held
+out, an object has both: the fingerprint of what is trained on, and that of the held-out text.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 _PATHS, _SOURCES = "paths", "sources of the mixture"
+_HELD_OUT = "held-out text"
+_WHOLE = "the text"
 
 
 class Change(NamedTuple):
@@ -44,15 +47,43 @@ def of_mixture(sources: Mapping[str, tuple[str, Mapping[str, float], str]]) -> s
     """
     parts: dict[str, Any] = {_SOURCES: ", ".join(sources)}
     for name, (_, mixed, text) in sources.items():
-        parts[name] = {**mixed, **(_parts(text) or {"text": text})}
+        trained, held_out = _apart(text)
+        parts[name] = {**mixed, **(_parts(trained) or {"text": trained})}
+        if held_out is not None:
+            path, own = held_out
+            parts[name] |= {_HELD_OUT: _parts(own) or own, _PATHS: {**parts[name].get(_PATHS, {}), _HELD_OUT: path}}
     return json.dumps({**parts, _PATHS: {name: path for name, (path, _, _) in sources.items()}})
+
+
+def with_held_out(trained: str, held_out: tuple[str, str] | None) -> str:
+    """Return the fingerprint of what is trained on, and of a text of its own that is held out.
+
+    Args: trained: fingerprint of the first. held_out: where the second is, and its fingerprint; None for none.
+    """
+    return trained if held_out is None else json.dumps({"trained on": trained, _HELD_OUT: held_out})
 
 
 def change_of(before: str, now: str) -> Change | None:
     """Return the first difference of two fingerprints; None if the data are the same."""
+    (trained, old), (trained_now, new) = _apart(before), _apart(now)
+    change = _change_of_trained(trained, trained_now)
+    if change is not None or (old is None and new is None):
+        return change
+    path = (new or old or ("", ""))[0]
+    if old is None or new is None:
+        was, becomes = (None if of is None else _spelled(of[1], _parts(of[1])) for of in (old, new))
+        return Change(f"the {_HELD_OUT} ({path})", was, becomes)
+    change = _change_of_trained(old[1], new[1])
+    if change is None:
+        return None
+    what = f"the {_HELD_OUT} ({path})" if change.what == _WHOLE else f"{change.what} of the {_HELD_OUT}"
+    return change._replace(what=what)
+
+
+def _change_of_trained(before: str, now: str) -> Change | None:
     old, new = _parts(before), _parts(now)
     if old is None or new is None or (_SOURCES in old) != (_SOURCES in new):
-        return None if before == now else Change("the text", _spelled(before, old), _spelled(now, new))
+        return None if before == now else Change(_WHOLE, _spelled(before, old), _spelled(now, new))
     flat_old, flat_new = ({what: (value, path) for what, value, path in _flat(parts)} for parts in (old, new))
     for what in [*flat_old, *flat_new]:
         (was, was_at), (becomes, is_at) = flat_old.get(what, (None, "")), flat_new.get(what, (None, ""))
@@ -60,6 +91,14 @@ def change_of(before: str, now: str) -> Change | None:
             path = is_at or was_at
             return Change(f"the {what}" + (f" ({path})" if path else ""), was, becomes)
     return None
+
+
+def _apart(fingerprint: str) -> tuple[str, tuple[str, str] | None]:
+    """Return the fingerprint of what is trained on; and path and fingerprint of a held-out text, None for none."""
+    match _parts(fingerprint):
+        case {"trained on": str(trained), "held-out text": [str(path), str(held_out)]}:
+            return trained, (path, held_out)
+    return fingerprint, None
 
 
 def _parts(fingerprint: str) -> dict[str, Any] | None:

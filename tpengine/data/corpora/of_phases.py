@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tpengine.config import Config, Phase, Phases
 from tpengine.data.corpora.corpus import Corpus
+from tpengine.data.corpora.held_out_text import check_apart
 from tpengine.data.corpora.mixture_corpus import MixtureCorpus, open_mixture
 from tpengine.data.corpora.text_corpus import TextCorpus, open_text_corpus
 
@@ -26,7 +28,9 @@ def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> 
     def open_source(of: Config) -> TextCorpus:
         return open_text_corpus(of, say)
 
-    return open_mixture(config, open_source) if config.data.mixture else open_source(config)
+    corpus = open_mixture(config, open_source, say=say) if config.data.mixture else open_source(config)
+    _check_apart([corpus])
+    return corpus
 
 
 def open_corpora(phases: Phases, say: Callable[[str], None] = lambda _: None) -> tuple[Corpus, ...]:
@@ -34,7 +38,7 @@ def open_corpora(phases: Phases, say: Callable[[str], None] = lambda _: None) ->
 
     Args: phases: of a validated configuration. say: as open_corpus.
     Raises: ValueError: as open_corpus; a text that is too short for a phase's windows; a source of a mixture that is
-        used up before the phase ends.
+        used up before the phase ends; a held-out text that a phase, whichever, trains on.
     """
     opened: dict[object, TextCorpus] = {}
 
@@ -44,16 +48,16 @@ def open_corpora(phases: Phases, say: Callable[[str], None] = lambda _: None) ->
             opened[text] = open_text_corpus(config, say)
         return opened[text]
 
-    found = []
+    found: list[MixtureCorpus | TextCorpus] = []
     for phase in phases:
         config = phase.config
-        corpus: Corpus
         if config.data.mixture:
-            corpus = open_mixture(config, open_source, phase.order)
-            _check_lasts(corpus, phase)
+            mixture = open_mixture(config, open_source, phase.order, say)
+            _check_lasts(mixture, phase)
+            found.append(mixture)
         else:
-            corpus = for_phase(open_source(config), phase)
-        found.append(corpus)
+            found.append(open_source(config).viewed(config, phase.order))
+    _check_apart(found)
     return tuple(found)
 
 
@@ -64,6 +68,14 @@ def for_phase(corpus: Corpus, phase: Phase) -> Corpus:
         ValueError: a text is too short.
     """
     return corpus.viewed(phase.config, phase.order)
+
+
+def _check_apart(corpora: Sequence[MixtureCorpus | TextCorpus]) -> None:
+    """Raise ValueError if a text that is held out as a whole is trained on, by whichever phase or source."""
+    trained_on = {text.path: text for corpus in corpora for text in corpus.trained_on}
+    never = {text.path: text for corpus in corpora for text in corpus.never_trained_on}
+    for trained, held_out in itertools.product(trained_on.values(), never.values()):
+        check_apart(trained, held_out)
 
 
 def _check_lasts(corpus: MixtureCorpus, phase: Phase) -> None:

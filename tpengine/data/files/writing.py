@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
-from collections.abc import Callable, Iterable, Iterator
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol, SupportsIndex, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +31,23 @@ from tpengine.data.files.token_file import (
 )
 from tpengine.files import written_beside
 
-_LENGTHS_AT_ONCE = 1 << 16
+_LENGTHS_AT_ONCE = _NUMBERS_AT_ONCE = 1 << 16
+
+
+@runtime_checkable
+class SupportsArray(Protocol):
+    """What numpy makes an array of."""
+
+    def __array__(self) -> NDArray[Any]: ...
+
+
+# What tokens come as: an array, or what numpy makes one of, such as a tensor on the host; or numbers one by one.
+TokensToWrite = NDArray[Any] | SupportsArray | Iterable[int] | Iterable["NDArray[Any] | SupportsArray | Sequence[int]"]
 
 
 def write_tokens(
     path: str | Path,
-    tokens: NDArray[Any] | Iterable[NDArray[Any]],
+    tokens: TokensToWrite,
     vocab_size: int,
     *,
     replaces: bool = True,
@@ -45,7 +58,8 @@ def write_tokens(
 
     Args:
         path: the file; its directory exists.
-        tokens: integers in [0, vocab_size): one array, or its pieces in order, of which one is held at a time.
+        tokens: integers in [0, vocab_size): an array, a tensor on the host, or a list of numbers; or pieces of these in
+            order, of which one is held at a time.
         vocab_size: decides the dtype: the smallest that holds vocab_size - 1.
         replaces: whether a token file that is there may be replaced.
         lengths: called behind the last token: tokens of each document, which add up to all. With it the file is of
@@ -94,7 +108,7 @@ def check_place(path: Path, replaces: bool) -> None:
 
 def _write_beside(
     path: Path,
-    tokens: NDArray[Any] | Iterable[NDArray[Any]],
+    tokens: TokensToWrite,
     vocab_size: int,
     lengths: Callable[[], Iterable[int]] | None,
     about: About,
@@ -158,10 +172,52 @@ def _some(lengths: Iterable[int]) -> Iterator[list[int]]:
         yield some
 
 
-def _pieces(tokens: NDArray[Any] | Iterable[NDArray[Any]]) -> Iterator[NDArray[Any]]:
-    """Yield the arrays; turn an OSError of their source into a ValueError, so that it is not taken for the target's."""
+def _pieces(tokens: TokensToWrite) -> Iterator[NDArray[Any]]:
+    """Yield arrays; turn an OSError of their source into a ValueError, so that it is not taken for the target's."""
     try:
-        yield from [tokens] if isinstance(tokens, np.ndarray) else tokens
+        if isinstance(tokens, SupportsArray):
+            yield _on_host(tokens)
+            return
+        left = iter(tokens)
+        for first in left:
+            if isinstance(first, SupportsArray) and np.ndim(first):
+                yield _on_host(first)
+            elif isinstance(first, Sequence) and not isinstance(first, str | bytes):
+                yield _array_of(first)
+            else:
+                yield _array_of([first, *islice(left, _NUMBERS_AT_ONCE)])
     except OSError as error:
         name, reason = error.filename or "its source", error.strerror or error
         raise ValueError(f"the text must be readable: {name}: {reason}: correct that or leave it out") from None
+
+
+def _on_host(tokens: SupportsArray) -> NDArray[Any]:
+    try:
+        return np.asarray(tokens)
+    except (TypeError, RuntimeError) as error:
+        # A tensor of a GPU, or of a dtype that numpy lacks.
+        raise ValueError(
+            f"tokens must be integers in the host's memory: got {type(tokens).__name__}: {error}: use tokens.cpu()"
+        ) from None
+
+
+def _array_of(numbers: Sequence[Any]) -> NDArray[Any]:
+    """Return whole numbers as an array.
+
+    Raises: ValueError: something else, such as 1.5, True, text, None or a list; or a number of more than 63 bits.
+    """
+    for place, number in enumerate(numbers):
+        if type(number) is int and 0 <= number < 2**63:
+            continue
+        if isinstance(number, bool | np.bool_) or not isinstance(number, SupportsIndex):
+            raise ValueError(
+                f"tokens must be integers: got {reprlib.repr(number)} at place {place} of a list: use ids, as a "
+                "tokenizer gives them"
+            )
+        if not -(2**63) <= operator.index(number) < 2**63:
+            bits = operator.index(number).bit_length()
+            raise ValueError(
+                f"tokens must be at least 0 and below vocab_size: got a number of {bits} bits at place {place} of a "
+                "list: use ids, as a tokenizer gives them"
+            )
+    return np.array([operator.index(number) for number in numbers], dtype=np.int64)

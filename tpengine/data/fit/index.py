@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tpengine.config.settings import DEFAULT_SHARE_HELD_OUT
 from tpengine.data.files.source_tokens import SourceTokens
 from tpengine.data.files.stored_tokens import OpenFile, StoredTokens
 from tpengine.data.files.token_file import FIT_MAGIC, TokenFile
@@ -187,7 +188,11 @@ def indices_of(text: TokenFile) -> list[tuple[Path, int]]:
 
 
 def open_index(
-    text: TokenFile, source: str, seq_len: int, num_train: int | None = None, held_out_fraction: float = 0.0
+    text: TokenFile,
+    source: str,
+    seq_len: int,
+    num_train: int | None = None,
+    held_out_fraction: float = DEFAULT_SHARE_HELD_OUT,
 ) -> FitIndex:
     """Open the index of a text.
 
@@ -201,6 +206,8 @@ def open_index(
     Raises: ValueError: none is there, or it is of another S, other data or another held-out part; one line.
     """
     path, remedy = index_path(text, seq_len), f"write it with {fit_command(source, seq_len)}"
+    if num_train is not None and held_out_fraction != DEFAULT_SHARE_HELD_OUT:
+        remedy += f" --held-out-fraction {held_out_fraction:g}"
     try:
         file = OpenFile(path)
         header = file.read(0, HEADER.size)
@@ -238,8 +245,7 @@ def open_index(
     if num_train is not None and of_train != num_train:
         raise ValueError(
             f"a fit index must be of the same held-out part: {path} was made with {num_tokens - of_train:,} tokens of "
-            f"{num_tokens:,} held out, this run holds out {num_tokens - num_train:,}: {remedy} --held-out-fraction "
-            f"{held_out_fraction:g}"
+            f"{num_tokens:,} held out, this run holds out {num_tokens - num_train:,}: {remedy}"
         )
     ends_at = HEADER.size + (train_pieces + held_pieces) * PIECE.itemsize
 

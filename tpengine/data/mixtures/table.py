@@ -2,7 +2,7 @@
 
     web  = { path = "web.tokens",  weight = 0.6 }
     code = { path = "code.tokens", weight = 0.3, epochs = 4 }
-    math = { path = "math.tokens", weight = 0.1, epochs = inf }
+    math = { path = "math.tokens", weight = 0.1, epochs = inf, held_out = "math-test.tokens" }
 
 The order of the table is part of the order of samples: what a source gives is keyed by its place.
 """
@@ -33,12 +33,14 @@ class SourceEntry:
         path: as --data.path; relative to the directory where the run is started.
         weight: its share of the samples, relative to the others'; 0 for a source that is held out only.
         epochs: how often its text may be read at most; inf for without end.
+        held_out: a text of its own that is evaluated for it, as data.held_out; empty for the last part of its text.
     """
 
     name: str
     path: str
     weight: float
     epochs: float = 1.0
+    held_out: str = ""
 
 
 _KEYS = tuple(field.name for field in fields(SourceEntry) if field.name != "name")
@@ -88,6 +90,12 @@ def _entry(name: str, value: object) -> SourceEntry:
     path = value.get("path")
     if not isinstance(path, str) or not path:
         raise ValueError(f'a source must say where it is: {name}.path is {path!r}: give path = "{name}.tokens"')
+    held_out = value.get("held_out", "")
+    if not isinstance(held_out, str):
+        raise ValueError(
+            f"a held-out text must be named: {name}.held_out is {held_out!r}: give held_out = "
+            f'"{name}-test.tokens", or leave it out'
+        )
     weight = _number(name, "weight", value, "its share, such as 0.3")
     epochs = _number(name, "epochs", {"epochs": 1, **value}, "how often it may be read, such as 2, or inf")
     if not (math.isfinite(weight) and weight >= 0):
@@ -97,7 +105,7 @@ def _entry(name: str, value: object) -> SourceEntry:
             f"a source may be read some times at most: {name}.epochs is {epochs}: use a number above 0, or inf; to "
             "leave it out of training, weight = 0"
         )
-    return SourceEntry(name, path, weight, epochs)
+    return SourceEntry(name, path, weight, epochs, held_out)
 
 
 def _number(name: str, key: str, value: Mapping[str, Any], what: str) -> float:

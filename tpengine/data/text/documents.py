@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from tpengine.data.files.token_file import MAGIC
 from tpengine.data.text import compressed, parquet
+from tpengine.data.text.looks import why_no_text
 
 PIPE = Path("-")
 _READ_BYTES = 1 << 20
@@ -69,6 +71,7 @@ class Documents:
             .parquet; or PIPE alone, JSON lines from the standard input.
         field: of a JSON line or a row, has the text.
         start: where to begin; what is counted counts from the beginning all the same.
+        odd: is called with a text file that does not look like text, and why, when it comes to it.
 
     Attributes:
         num_bytes: of all files; 0 for a pipe.
@@ -77,13 +80,19 @@ class Documents:
         num_empty: empty ones so far, which are left out.
 
     Raises:
-        ValueError: when it comes to a line or row that has no text in that field; a file or pipe that, until the
-            start, is not what it was.
+        ValueError: when it comes to a line or row that has no text in that field, or to a token file; a file or pipe
+            that, until the start, is not what it was.
         OSError: when it comes to a file that cannot be read.
     """
 
-    def __init__(self, paths: Sequence[Path], field: str = "text", start: Place = BEGINNING) -> None:
-        self.paths, self.field, self.start = paths, field, start
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        field: str = "text",
+        start: Place = BEGINNING,
+        odd: Callable[[Path, str], None] = lambda *_: None,
+    ) -> None:
+        self.paths, self.field, self.start, self._odd = paths, field, start, odd
         sizes = [0 if path == PIPE else path.stat().st_size for path in self.paths]
         self.num_bytes = sum(sizes)
         self.num_documents, self.num_empty = self.start.num_documents, self.start.num_empty
@@ -109,6 +118,13 @@ class Documents:
         with path.open("rb") as file:
             offset, content = 0, file.read(_READ_BYTES)
             self._count(len(content) > 0)
+            if content.startswith(MAGIC):
+                raise ValueError(
+                    f"a text must not be a token file: {path} is one already: train on it with --data.path {path}, or "
+                    "leave it out with --pattern"
+                )
+            if reason := why_no_text(content):
+                self._odd(path, reason)
             while content:
                 self.num_read_bytes += len(content)
                 # Only the next piece says whether this is the last.

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tpengine.data.files.token_file import MAGIC
 from tpengine.data.text import compressed
 
 
@@ -34,8 +35,8 @@ def find_files(sources: Sequence[Path], pattern: str = "**/*", out: Path | None 
         out: the file to be written. It is left out, and so is what a killed call has left beside it.
 
     Raises:
-        ValueError: no such source, a file that is named twice, or compressed and not of JSON lines, a malformed
-            pattern, nothing but empty files.
+        ValueError: no such source, an output that is a source or has one in it, a file that is named twice, or
+            compressed and not of JSON lines, a malformed pattern, nothing but empty files.
     """
     found: list[Path] = []
     for source in sources:
@@ -45,6 +46,8 @@ def find_files(sources: Sequence[Path], pattern: str = "**/*", out: Path | None 
             found.append(source)
         else:
             raise ValueError(f"--from must be directories or files: got {source}: check the path")
+    if out is not None:
+        _check_apart(sources, found, out)
     paths = [path for path in found if out is None or not _belongs_to(path, out)]
     _check_once(paths)
     for path in filter(compressed.is_refused, paths):
@@ -66,6 +69,28 @@ def _files_of(directory: Path, pattern: str) -> list[Path]:
         return sorted((path for path in directory.glob(pattern) if path.is_file()), key=Path.as_posix)
     except (ValueError, NotImplementedError):
         raise ValueError(f"--pattern must be a relative glob: got {pattern!r}: use '**/*'") from None
+
+
+def _check_apart(sources: Sequence[Path], found: Iterable[Path], out: Path) -> None:
+    """Raise ValueError if the output is a text to be read, or a directory with one, however both are spelled."""
+    place = out.resolve()
+    for source in sources:
+        if source.resolve() == place:
+            example = out / "text.tokens" if source.is_dir() else out.with_name(out.name + ".tokens")
+            raise ValueError(
+                f"--out must not be what is read: --from {source} is --out {out}: choose another, as {example}"
+            )
+        if source.resolve().is_relative_to(place):
+            raise ValueError(f"--out must not be what is read: --from {source} is in --out {out}: choose another")
+    for path in found:
+        # What an earlier call has written there is no text, and is said when the output is opened.
+        if path.resolve().is_relative_to(place) and not _is_token_file(path):
+            raise ValueError(f"--out must not be what is read: {path} is a text of --from: choose another than {out}")
+
+
+def _is_token_file(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def _belongs_to(path: Path, out: Path) -> bool:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tpengine.config import num_evaluated
 from tpengine.data import batch_digest
 from tpengine.distributed.messages import all_gather_json
 from tpengine.distributed.process import to_device
@@ -46,8 +47,8 @@ def held_out_loss(trainer: Trainer, forward: ForwardPass | None = None) -> float
 def held_out_losses(trainer: Trainer, forward: ForwardPass | None = None) -> HeldOutLoss:
     """Compute the mean loss over the valid targets of the first held-out samples.
 
-    `eval_micro_batches` is a number over all replicas, which share them as evenly as possible. No sample counts twice,
-    so that a short held-out text gives fewer. Collective; equal on all ranks.
+    Their number (config.num_evaluated) is of all replicas, which share the micro-batches as evenly as possible. No
+    sample counts twice, so that a short held-out text gives fewer. Collective; equal on all ranks.
 
     Args:
         forward: the evaluation_pass of this trainer, to verify its plan once for many calls.
@@ -62,7 +63,7 @@ def held_out_losses(trainer: Trainer, forward: ForwardPass | None = None) -> Hel
     first = mesh.at.dp * each * size
     tokens, labels, starts = _read_held_out(trainer, first, each * size)
     held_out = trainer.corpus.held_out
-    last = min(config.train.eval_micro_batches * size, held_out.num_windows)
+    last = min(num_evaluated(config.train), held_out.num_windows)
     labels[max(last - first, 0) :] = IGNORED_LABEL
     tokens, labels = (to_device(part.view(each, -1), trainer.device) for part in (tokens, labels))
     # Loss and number of targets of each source of each micro-batch have a place: others add zeros there, which is exact

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from tpengine.architectures.model_path import dropout_not_taken
 from tpengine.checkpoint.run.resume import Checkpoint, changes_since
 from tpengine.checkpoint.run.run_directory import write_config
 from tpengine.config import Config, decay_steps_of
@@ -98,6 +99,8 @@ def _say_what_will_happen(
         used = replace(phase_config, device="cuda" if device.type == "cuda" else "cpu")
         _say_what_is_resumed(console, used, checkpoint)
     _say_where_learning_ends(console, trainer)
+    if isinstance(job.beginning, ModelDirectory) and (left_out := dropout_not_taken(config.model)):
+        console.print(left_out, markup=False, highlight=False, soft_wrap=True)
 
 
 def _peak(part: PhasePart, device: torch.device) -> int:

@@ -15,7 +15,7 @@ from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import CheckpointError, Index, write_index
 from tpengine.checkpoint.run.resume import changes_since, continued_config, find_checkpoint, state_of, without_layout
 from tpengine.commands.arguments import ConfigError, parse_config
-from tpengine.config import Config, ParallelConfig, TrainConfig, decay_steps_of, validate
+from tpengine.config import Config, ParallelConfig, TrainConfig, decay_steps_of, num_evaluated, validate
 from tpengine.config.toml import dump_toml
 from tpengine.training.update.learning_rate import learning_rate
 
@@ -74,6 +74,30 @@ def test_another_size_of_micro_batches_keeps_the_samples_of_a_step() -> None:
     # 32 samples are no whole number of threes: the run's number stays, and find_checkpoint refuses it with a way out.
     wanted = replace(wanted, train=replace(wanted.train, micro_batch_size=3))
     assert continued_config(saved, wanted, 1).train.num_micro_batches == 8
+
+
+def test_another_size_of_micro_batches_keeps_the_held_out_samples() -> None:
+    """Before, a resume with half the size evaluated half of them, and compared that loss with the best one's."""
+    saved = saved_run(1, 1, 1)
+    assert num_evaluated(saved.train) == 64
+
+    def resumed(before: Config, **train: int) -> TrainConfig:
+        base = without_layout(before)
+        return continued_config(before, replace(base, train=replace(base.train, **train)), 1).train
+
+    for size, micro_batches in ((2, 8), (1, 16), (8, 2), (16, 1)):
+        halved = replace(saved, train=resumed(saved, micro_batch_size=size))
+        assert (halved.train.num_micro_batches, num_evaluated(halved.train)) == (micro_batches, 64)
+        # And so does the resume after it.
+        again = resumed(halved, micro_batch_size=4)
+        assert (again.num_micro_batches, num_evaluated(again)) == (4, 64)
+    assert resumed(saved).eval_samples == 0
+    # A number that is asked for is taken.
+    halved = replace(saved, train=resumed(saved, micro_batch_size=2))
+    assert num_evaluated(resumed(halved, eval_micro_batches=3)) == 6
+    assert num_evaluated(resumed(saved, micro_batch_size=2, eval_micro_batches=3)) == 6
+    assert num_evaluated(resumed(halved, eval_samples=5)) == 5
+    assert num_evaluated(resumed(halved, eval_micro_batches=0)) == 0
 
 
 def test_sizes_that_the_flags_give_stand() -> None:

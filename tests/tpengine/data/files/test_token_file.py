@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tpengine.data import open_tokens, write_tokens
 from tpengine.data.text.documents import Documents
@@ -38,8 +39,51 @@ def test_pieces_are_joined(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "tokens",
+    [
+        [3, 1, 2, 9],
+        (3, 1, 2, 9),
+        iter([3, 1, 2, 9]),
+        [np.int32(3), np.uint8(1), 2, torch.tensor(9)],
+        [[3, 1], [], [2, 9]],
+        [[3, 1], np.array([2]), torch.tensor([9])],
+        torch.tensor([[3, 1], [2, 9]]),
+        bytearray([3, 1, 2, 9]),
+        bytes([3, 1, 2, 9]),
+    ],
+    ids=lambda tokens: f"{type(tokens).__name__} {tokens}"[:30],
+)
+def test_numbers_of_a_list_or_a_tensor_are_written(tmp_path: Path, tokens: Any) -> None:
+    assert write_tokens(tmp_path / "t", tokens, 300) == 4
+    read = open_tokens(tmp_path / "t").tokens
+    assert read[:].tolist() == [3, 1, 2, 9] and read.dtype == np.uint16
+
+
+def test_a_long_list_is_written_as_the_array_is(tmp_path: Path) -> None:
+    """A piece of 65,536 numbers at a time."""
+    tokens = np.arange(200_001) % 70_000
+    write_tokens(tmp_path / "array", tokens, 70_000)
+    write_tokens(tmp_path / "list", tokens.tolist(), 70_000)
+    assert (tmp_path / "array").read_bytes() == (tmp_path / "list").read_bytes()
+
+
+@pytest.mark.parametrize(
     ("tokens", "vocab_size", "parts"),
     [
+        ([3, 10], 10, ["below vocab_size", "10", "use vocab_size 11"]),
+        ([3, -1], 10, ["at least 0", "-1"]),
+        ([3, 2**64], 10, ["at least 0 and below vocab_size", "a number of 65 bits at place 1"]),
+        ([3, 10**5000], 10, ["at least 0 and below vocab_size"]),
+        ([3, 0.5], 10, ["must be integers", "got 0.5 at place 1"]),
+        ([True, False], 10, ["must be integers", "got True at place 0"]),
+        (["3"], 10, ["must be integers", "got '3' at place 0"]),
+        ("text", 256, ["must be integers", "got 't' at place 0"]),
+        ([3, None], 10, ["must be integers", "got None at place 1"]),
+        ([3, [4]], 10, ["must be integers", "got [4] at place 1"]),
+        ([[3, [4]]], 10, ["must be integers", "got [4] at place 1"]),
+        (torch.empty(3, device="meta"), 10, ["must be integers in the host's memory", "use tokens.cpu()"]),
+        (torch.tensor([0.5]), 10, ["integers", "float32"]),
+        ([], 10, ["at least 1 token"]),
         (np.array([3, 10]), 10, ["below vocab_size", "10", "use vocab_size 11"]),
         (np.array([3, -1]), 10, ["at least 0", "-1"]),
         (np.array([0.5]), 10, ["integers", "float64"]),
@@ -49,7 +93,7 @@ def test_pieces_are_joined(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_written_leaves_the_old_file(
-    tmp_path: Path, tokens: np.ndarray[Any, Any], vocab_size: int, parts: list[str]
+    tmp_path: Path, tokens: Any, vocab_size: int, parts: list[str]
 ) -> None:
     path = tmp_path / "t"
     write_tokens(path, np.array([1, 2]), 3)

@@ -46,7 +46,7 @@ def refusal(config: Config) -> str:
 
 def test_an_index_of_another_length_part_or_text_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "t")
-    remedy = f"write it with tpengine data --fit 4 {path}"
+    remedy = f"write it with tpengine data --fit 4 {path} --held-out-fraction 0.2"
     assert refusal(config_of(path, 4)) == (
         f"--data.packing fit needs an index of train.seq_len 4: {path}.4.fit is not there, there is t.8.fit: {remedy}, "
         "or use --data.packing documents"

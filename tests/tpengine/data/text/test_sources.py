@@ -22,6 +22,8 @@ def names(directory: Path, pattern: str = "**/*", out: str = "") -> list[str]:
 
 def test_a_directory_is_read_sorted_and_without_the_output(tmp_path: Path) -> None:
     written(tmp_path, "b.txt", "a/z.txt", "a.txt", "out", "a/out", ".out.0123abcd", ".out.txt", "a/.out.0123abcd")
+    # What an earlier call wrote.
+    (tmp_path / "out").write_bytes(b"TPTOKENS")
     assert names(tmp_path, out="out") == [".out.txt", "a.txt", "a/.out.0123abcd", "a/out", "a/z.txt", "b.txt"]
     assert names(tmp_path, "*.txt") == [".out.txt", "a.txt", "b.txt"]
     assert names(tmp_path, "**/z*") == ["a/z.txt"]
@@ -68,3 +70,33 @@ def test_a_compressed_file_that_is_no_text_is_refused(tmp_path: Path, name: str)
             f"a.jsonl{kind} if it is, or leave it out with --pattern"
         )
     assert names(tmp_path, "b.*") == ["b.jsonl.gz", "b.jsonl.zst"]
+
+
+@pytest.mark.parametrize(
+    ("source", "out", "said"),
+    [
+        ("a.txt", "a.txt", "--from a.txt is --out a.txt: choose another, as a.txt.tokens"),
+        ("a.txt", "d/../a.txt", "--from a.txt is --out d/../a.txt: choose another"),
+        ("link.txt", "a.txt", "--from link.txt is --out a.txt"),
+        ("a.txt", "link.txt", "--from a.txt is --out link.txt"),
+        ("d", "d", "--from d is --out d: choose another, as d/text.tokens"),
+        ("d", "dlink", "--from d is --out dlink"),
+        ("d/b.txt", "d", "--from d/b.txt is in --out d: choose another"),
+        ("d", "d/b.txt", "d/b.txt is a text of --from: choose another than d/b.txt"),
+        ("d", "dlink/b.txt", "d/b.txt is a text of --from"),
+        ("d", "d/sub", "d/sub/c.txt is a text of --from: choose another than d/sub"),
+    ],
+)
+def test_an_output_that_is_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, out: str, said: str
+) -> None:
+    """Before, the first were said to have no file that is not empty, and the last were to be removed."""
+    monkeypatch.chdir(tmp_path)
+    written(Path(), "a.txt", "d/b.txt", "d/sub/c.txt")
+    Path("link.txt").symlink_to("a.txt")
+    Path("dlink").symlink_to("d")
+    with pytest.raises(ValueError) as error:
+        find_files([Path(source)], out=Path(out))
+    assert str(error.value).startswith(f"--out must not be what is read: {said}")
+    # A new file in the directory is no text of it.
+    assert [str(path) for path in find_files([Path("d")], out=Path("d/new"))] == ["d/b.txt", "d/sub/c.txt"]

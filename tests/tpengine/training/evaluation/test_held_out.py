@@ -94,6 +94,41 @@ def test_ranks_of_a_replica_that_read_other_held_out_tokens_stop(
         assert prompt == "[0, 1, 2, 3]"
 
 
+def losses_of_rank(configs: list[Config]) -> list[float | None]:
+    """The held-out loss of the drawn weights, by each configuration."""
+    return [held_out_loss(Trainer(config, open_corpus(config), CPU)) for config in configs]
+
+
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_a_held_out_text_of_its_own_is_what_the_loss_is_of(
+    ranks: RankPool, tmp_path: Path, dp: int, tp: int, pp: int
+) -> None:
+    """In every layout it has the loss of the same tokens at a text's end; another one has another loss."""
+    write(tmp_path / "t")
+    tokens = open_corpus(config_for(tmp_path / "t", 1, 1, 1)).held_out.tokens[:]
+    write_tokens(tmp_path / "v", tokens, vocab_size=50)
+    write_tokens(tmp_path / "w", tokens[::-1], vocab_size=50)
+    config = config_for(tmp_path / "t", dp, tp, pp)
+    write_tokens(tmp_path / "u", np.arange(5000) % 49, vocab_size=49)
+    named = [replace(config, data=DataConfig(path=str(tmp_path / "u"), held_out=str(tmp_path / name))) for name in "vw"]
+    (found,) = {tuple(of_rank) for of_rank in ranks.run(losses_of_rank, dp * tp * pp, [config, *named])}
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_loss_is_of_as_many_samples_whatever_the_size_of_a_micro_batch(ranks: RankPool, tmp_path: Path) -> None:
+    """Seven samples: no size but one divides them, and a replica has some that do not count."""
+    write(tmp_path / "t")
+    losses = []
+    for dp in (1, 2):
+        config = config_for(tmp_path / "t", dp, 1, 1)
+        train = replace(config.train, dtype="float64", eval_samples=7)
+        configs = [replace(config, train=replace(train, micro_batch_size=size)) for size in (1, 2, 4, 8)]
+        losses += [loss for of_rank in ranks.run(losses_of_rank, dp, configs) for loss in of_rank]
+        more = replace(config, train=replace(train, eval_samples=8))
+    assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-12)
+    assert abs(ranks.run(losses_of_rank, 2, [more])[0][0] - losses[0]) > 1e-6
+
+
 def num_reads(config: Config) -> int:
     """How often this rank reads the text in an evaluation."""
     trainer = Trainer(config, open_corpus(config), CPU)

@@ -19,7 +19,7 @@ import pytest
 
 from tpengine.config import Config, DataConfig
 from tpengine.data import Corpus, StoredTokens, open_corpus, open_tokens, stdlib_text, write_tokens
-from tpengine.data.corpora import text_corpus
+from tpengine.data.corpora import opened_text
 from tpengine.data.files.content.hash import content_sha256, note_sha256, noted_sha256, once_per_host
 
 HEADER_BEFORE = struct.Struct("<8sIIQQ")
@@ -86,11 +86,11 @@ def test_a_note_in_the_run_directory_serves_where_none_can_lie_beside(
     monkeypatch.setattr(Path, "open", refuse)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     corpus, said = opened(texts / "t")
-    assert said and not corpus.is_noted
+    assert said and not corpus.opened.is_noted
     # Rank 0 has made a directory that no rank knew before.
     corpus.note_hash(run_dir)
     again, said = opened(texts / "t", run_dir)
-    assert not said and again.is_noted and again.fingerprint() == corpus.fingerprint()
+    assert not said and again.opened.is_noted and again.fingerprint() == corpus.fingerprint()
     assert [p.name for p in texts.iterdir()] == ["t"] and [p.name for p in run_dir.iterdir()] == [
         f".t.{(texts / 't').stat().st_ino}.hash"
     ]
@@ -165,13 +165,13 @@ def test_a_rank_that_comes_late_reads_nothing_again(
     (tmp_path / "temporary").mkdir()
     write_without_hash(tmp_path / "t")
     read: list[StoredTokens] = []
-    monkeypatch.setattr(text_corpus, "content_sha256", lambda tokens: read.append(tokens) or content_sha256(tokens))
+    monkeypatch.setattr(opened_text, "content_sha256", lambda tokens: read.append(tokens) or content_sha256(tokens))
     if not takes_notes:
-        monkeypatch.setattr(text_corpus, "note_sha256", lambda *_: False)
+        monkeypatch.setattr(opened_text, "note_sha256", lambda *_: False)
     for num_read in (1, 2):
         for _ in range(3):
             corpus, _ = opened(tmp_path / "t")
-            assert (corpus.text.sha256, corpus.is_noted) == (SHA256, takes_notes)
+            assert (corpus.text.sha256, corpus.opened.is_noted) == (SHA256, takes_notes)
         assert len(read) == num_read
         assert len(list((tmp_path / "temporary").iterdir())) == (0 if takes_notes else num_read)
         os.utime(tmp_path / "t", (1, 1))
