@@ -48,10 +48,10 @@ class _CountingStage(PipelineStage):
         self._after_forward()
         return output
 
-    def backward_one_chunk(self, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Do as PipelineStage. Without its weight half a backward pass ends nothing."""
-        result = super().backward_one_chunk(*args, full_backward=full_backward, **kwargs)
-        self.num_live -= full_backward
+        result = super().backward_one_chunk(*args, **kwargs)
+        self.num_live -= kwargs.get("full_backward", True)
         return result
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
