@@ -110,7 +110,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {},
-    "mistral": {"details": ModelDetails(windows=(16,) * 4)},
+    "mistral": {"ffn_size": 64, "details": ModelDetails(windows=(16,) * 4)},
     "gpt2": {"tie_embeddings": True, "details": ModelDetails(max_positions=256)},
     "gemma3": {
         "tie_embeddings": True,
@@ -131,9 +131,8 @@ BY_DEFAULT = {("mistral", "float32"), ("gpt2", "bfloat16"), ("gemma3", "float32"
 )
 def test_the_peak_is_the_simulators_for_each_architecture(ranks: RankPool, name: str, dtype: str) -> None:
     config = config_of(1, 1, 1, tied=False, kv_heads=4, num_layers=4)
-    model = replace(
-        config.model, architecture=name, hidden_size=64, ffn_size=192, vocab_size=256, **ARCHITECTURES[name]
-    )
+    sizes = {"hidden_size": 64, "ffn_size": 192, "vocab_size": 256} | ARCHITECTURES[name]
+    model = replace(config.model, architecture=name, **sizes)
     train = replace(config.train, seq_len=256, num_micro_batches=2, dtype=dtype)
     check(ranks.run(peaks, 1, validate(replace(config, model=model, train=train), 1)))
 

@@ -46,6 +46,7 @@ class BlockBytes:
         offsets_norms: whether norms' weights are stored less one: the sum is made, and kept, for each call.
         vectors, end_vectors: elements of a block's norms and biases on this rank, and of the last norm.
         positions: elements of the table of learned positions.
+        scales_rows: whether the rows of the embedding are multiplied by a number.
         is_windowed: whether a query does not see all earlier tokens of its sequence: windows, packed documents.
         window: how many tokens back a query sees, its own included; a sequence without a window.
     """
@@ -73,6 +74,7 @@ class BlockBytes:
     vectors: int
     end_vectors: int
     positions: int
+    scales_rows: bool
     is_windowed: bool
     window: int
 
@@ -107,6 +109,7 @@ class BlockBytes:
             vectors=sum(spec.local_numel(tp) for spec in layer_specs(model, tp, 0) if not spec.is_matrix),
             end_vectors=sum(math.prod(shape) for shape in ends.norm.shapes(model).values()),
             positions=model.details.max_positions * model.hidden_size if ends.has_positions else 0,
+            scales_rows=ends.embedding_scale != 1.0,
             # A window that no sequence exceeds is none.
             is_windowed=0 < window < train.seq_len or config.data.packing != "cut",
             window=window if 0 < window < train.seq_len else train.seq_len,
@@ -226,8 +229,9 @@ class BlockBytes:
 
     @property
     def embedding(self) -> int:
-        """The rows looked up, and those of learned positions."""
-        return (self.tokens + self.own_tokens * (self.positions > 0)) * _INDEX_BYTES
+        """The rows looked up, and those of learned positions; what rows are multiplied by."""
+        rows = self.tokens + self.own_tokens * (self.positions > 0)
+        return rows * _INDEX_BYTES + self.scales_rows * self.item
 
     @property
     def head(self) -> int:

@@ -72,7 +72,7 @@ def _forward_attention(block: BlockBytes, ledger: Ledger) -> None:
     ledger.briefly(2 * block.widened(block.queries))
     ledger.make(block.normed_heads, block.attended)
     if block.is_windowed:
-        ledger.briefly(block.widened(block.queries + 2 * block.keys), _scores_of_a_piece(block))
+        ledger.briefly(block.widened(block.queries + 2 * block.keys), _scores_of_pieces(block))
     ledger.free(qkv)
     ledger.make(block.drops_residual * block.own_tokens * block.hidden, block.x, block.normed_output)
 
@@ -190,11 +190,15 @@ def _backward_output_norm(block: BlockBytes, ledger: Ledger) -> None:
         ledger.free(block.normed_output)
 
 
-def _scores_of_a_piece(block: BlockBytes) -> int:
-    """Scores of as many queries as are taken at once, of every head, with the keys that they see."""
+def _scores_of_pieces(block: BlockBytes) -> int:
+    """Scores of as many queries as are taken at once, of every head, with the keys that they see.
+
+    Those of the queries before are freed when the next ones are there.
+    """
+    num_alive = min(2, -(-block.seq // _QUERIES_PER_PIECE))
     rows = min(block.seq, _QUERIES_PER_PIECE)
     keys = min(block.seq, rows + block.window - 1)
-    return block.tokens // block.seq * block.heads * rows * keys * block.wide
+    return num_alive * (block.tokens // block.seq) * block.heads * rows * keys * block.wide
 
 
 def _backward_attention(block: BlockBytes, ledger: Ledger) -> None:
@@ -204,7 +208,7 @@ def _backward_attention(block: BlockBytes, ledger: Ledger) -> None:
         # Operands, the output's gradient with heads side by side, three sums, and scores with their gradients.
         operands = block.widened(block.queries + 2 * block.keys)
         sums = (2 * block.queries + 2 * block.keys) * block.wide
-        ledger.briefly(qkv, operands, sums, max(2 * _scores_of_a_piece(block), block.queries * block.wide))
+        ledger.briefly(qkv, operands, sums, max(2 * _scores_of_pieces(block), block.queries * block.wide))
         ledger.make(qkv)
         return
     seq, first = block.seq, min(block.seq, _KEYS_PER_BLOCK)
