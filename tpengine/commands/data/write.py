@@ -19,8 +19,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tpengine.commands.data.shards import Progress as Written
 from tpengine.commands.data.shards import Shards
 from tpengine.data.files.one_file import About
+from tpengine.data.files.token_file import MAGIC
 from tpengine.data.text.documents import PIPE, Documents
 from tpengine.data.text.encode import BYTE_VOCAB_SIZE, Chunk, bytes_of, tokens_of
+from tpengine.data.text.looks import why_no_text
 from tpengine.data.text.pool import Pool
 from tpengine.data.text.sources import find_files
 from tpengine.data.text.tokenizer import TextTokenizer
@@ -98,7 +100,7 @@ def write_data(options: Options) -> None:
     is_pipe = PIPE in options.sources
     if is_pipe and len(options.sources) > 1:
         raise ValueError(f"--from - must stand alone: got {' '.join(map(str, options.sources))}: leave the rest out")
-    paths = [PIPE] if is_pipe else find_files(options.sources, options.pattern, options.out)
+    paths = [PIPE] if is_pipe else find_files(options.sources, options.pattern, options.out, _is_token_file)
     encoding = _encoding(options)
     console = SafeConsole(soft_wrap=True)
     about = encoding.about()
@@ -107,28 +109,47 @@ def write_data(options: Options) -> None:
         if shards.was_begun:
             had = shards.progress
             console.print(f"going on behind {had.all_tokens:,} tokens of {had.all_documents:,} documents")
-        odd = _Odd(console)
-        documents = Documents(paths, options.field, shards.progress.place, odd.note)
+        looks = _Looks(console)
+        documents = Documents(paths, options.field, shards.progress.place, looks.at)
         with ExitStack() as stack:
             chunks = _chunks(documents, encoding, _num_workers(options, documents), stack)
             reading = stack.enter_context(Reading(console, documents, shards.progress.all_tokens))
             for chunk in reading.shown(chunks):
                 shards.add(chunk)
         written = shards.finish()
-    odd.say_how_many()
+    looks.say_how_many()
     console.print(_said(options, encoding, written, documents))
 
 
-class _Odd:
+def _is_token_file(path: Path) -> bool:
+    """Whether a file is one of ours; what cannot be read is said by who reads it."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+class _Looks:
     """Warns of files that do not look like text: of the first ones when they are read, at the end of how many."""
 
     def __init__(self, console: SafeConsole) -> None:
         self._console, self._number = console, 0
 
-    def note(self, path: Path, reason: str) -> None:
-        """Warn of a file, unless there were many."""
-        self._number += 1
-        if self._number <= _MOST_WARNINGS:
+    def at(self, path: Path, head: bytes) -> None:
+        """Look at the first bytes of a file.
+
+        Raises:
+            ValueError: it is a token file.
+        """
+        if head.startswith(MAGIC):
+            raise ValueError(
+                f"a text must not be a token file: {path} is one already: train on it with --data.path {path}, or "
+                "leave it out with --pattern"
+            )
+        reason = why_no_text(head)
+        self._number += bool(reason)
+        if reason and self._number <= _MOST_WARNINGS:
             self._console.print(
                 f"warning: {path} does not look like text: {reason}: if it is none, stop, and leave it out with "
                 "--pattern"

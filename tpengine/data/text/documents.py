@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from tpengine.data.files.token_file import MAGIC
 from tpengine.data.text import compressed, parquet
-from tpengine.data.text.looks import why_no_text
 
 PIPE = Path("-")
 _READ_BYTES = 1 << 20
@@ -71,7 +69,7 @@ class Documents:
             .parquet; or PIPE alone, JSON lines from the standard input.
         field: of a JSON line or a row, has the text.
         start: where to begin; what is counted counts from the beginning all the same.
-        odd: is called with a text file that does not look like text, and why, when it comes to it.
+        look: is called with each text file that is read, and its first bytes; a ValueError of it ends the reading.
 
     Attributes:
         num_bytes: of all files; 0 for a pipe.
@@ -80,8 +78,8 @@ class Documents:
         num_empty: empty ones so far, which are left out.
 
     Raises:
-        ValueError: when it comes to a line or row that has no text in that field, or to a token file; a file or pipe
-            that, until the start, is not what it was.
+        ValueError: when it comes to a line or row that has no text in that field; a file or pipe that, until the
+            start, is not what it was.
         OSError: when it comes to a file that cannot be read.
     """
 
@@ -90,9 +88,9 @@ class Documents:
         paths: Sequence[Path],
         field: str = "text",
         start: Place = BEGINNING,
-        odd: Callable[[Path, str], None] = lambda *_: None,
+        look: Callable[[Path, bytes], None] = lambda *_: None,
     ) -> None:
-        self.paths, self.field, self.start, self._odd = paths, field, start, odd
+        self.paths, self.field, self.start, self._look = paths, field, start, look
         sizes = [0 if path == PIPE else path.stat().st_size for path in self.paths]
         self.num_bytes = sum(sizes)
         self.num_documents, self.num_empty = self.start.num_documents, self.start.num_empty
@@ -118,13 +116,8 @@ class Documents:
         with path.open("rb") as file:
             offset, content = 0, file.read(_READ_BYTES)
             self._count(len(content) > 0)
-            if content.startswith(MAGIC):
-                raise ValueError(
-                    f"a text must not be a token file: {path} is one already: train on it with --data.path {path}, or "
-                    "leave it out with --pattern"
-                )
-            if reason := why_no_text(content):
-                self._odd(path, reason)
+            if content:
+                self._look(path, content)
             while content:
                 self.num_read_bytes += len(content)
                 # Only the next piece says whether this is the last.

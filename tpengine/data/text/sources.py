@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.data.files.token_file import MAGIC
 from tpengine.data.text import compressed
 
 
@@ -26,13 +25,19 @@ def stdlib_text() -> NDArray[np.uint8]:
     return np.frombuffer(text, dtype=np.uint8)
 
 
-def find_files(sources: Sequence[Path], pattern: str = "**/*", out: Path | None = None) -> list[Path]:
+def find_files(
+    sources: Sequence[Path],
+    pattern: str = "**/*",
+    out: Path | None = None,
+    is_written: Callable[[Path], bool] = lambda _: False,
+) -> list[Path]:
     """Return the files to read, in the order of the sources; those of a directory sorted by relative path.
 
     Args:
         sources: files, and directories to look in; links to directories inside them are not followed.
         pattern: glob relative to each directory; ** stands for any depth.
         out: the file to be written. It is left out, and so is what a killed call has left beside it.
+        is_written: whether a file is one that an earlier call wrote, and no text.
 
     Raises:
         ValueError: no such source, an output that is a source or has one in it, a file that is named twice, or
@@ -47,7 +52,7 @@ def find_files(sources: Sequence[Path], pattern: str = "**/*", out: Path | None 
         else:
             raise ValueError(f"--from must be directories or files: got {source}: check the path")
     if out is not None:
-        _check_apart(sources, found, out)
+        _check_apart(sources, [path for path in found if not is_written(path)], out)
     paths = [path for path in found if out is None or not _belongs_to(path, out)]
     _check_once(paths)
     for path in filter(compressed.is_refused, paths):
@@ -83,14 +88,8 @@ def _check_apart(sources: Sequence[Path], found: Iterable[Path], out: Path) -> N
         if source.resolve().is_relative_to(place):
             raise ValueError(f"--out must not be what is read: --from {source} is in --out {out}: choose another")
     for path in found:
-        # What an earlier call has written there is no text, and is said when the output is opened.
-        if path.resolve().is_relative_to(place) and not _is_token_file(path):
+        if path.resolve().is_relative_to(place):
             raise ValueError(f"--out must not be what is read: {path} is a text of --from: choose another than {out}")
-
-
-def _is_token_file(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
 
 
 def _belongs_to(path: Path, out: Path) -> bool:
