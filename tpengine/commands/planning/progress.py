@@ -7,6 +7,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+from tpengine.observe.safe_console import SafeConsole
+
 # Sooner there is nothing to wait for.
 MOMENT_SECONDS = 1.0
 
@@ -21,11 +23,10 @@ def shown(words: str, moment_seconds: float = MOMENT_SECONDS) -> Iterator[Callab
         yield lambda _: None
         return
     # Only a search that is waited for needs it.
-    from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress = Progress(*columns, console=SafeConsole(stderr=True), transient=True)
     task = progress.add_task(words, total=None)
     begins = threading.Timer(moment_seconds, progress.start)
     begins.daemon = True

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from tpengine.commands.planning.progress import shown
+from tpengine.terminal import terminal_safe
 
 
 class Screen(io.StringIO):
@@ -32,7 +33,8 @@ def test_a_terminal_is_told_what_is_done(monkeypatch: pytest.MonkeyPatch) -> Non
     screen = Screen(is_terminal=True)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    with shown("looking for layouts", moment_seconds=0.0) as say:
+    # As every command runs: what controls the terminal passes from the line alone.
+    with terminal_safe(), shown("looking for layouts", moment_seconds=0.0) as say:
         say("37 layouts simulated")
         screen.has_words.wait()
     # The line is erased.
