@@ -33,6 +33,8 @@ class EndsMeter:
         self._trainer, self._waited_ns = trainer, waited_ns
         self._clock: Clock | None = None
         self._handles: list[RemovableHandle] = []
+        # Of the batch, as it was: somebody else may have put another in place of its own.
+        self._unwatched: dict[str, Any] = {}
         # Begin, end and the wait in between, of what the current action has passed.
         self._passed: list[tuple[Any, Any, int]] = []
         self._open: dict[str, tuple[Any, int]] = {}
@@ -46,6 +48,7 @@ class EndsMeter:
         if model.is_last:
             self._around("head", model.norm, model.lm_head)
             # The loss is no module. Its backward begins the head's.
+            self._unwatched = {name: value for name, value in vars(batch).items() if name == "loss"}
             batch.loss = self._loss(batch.loss)  # type: ignore[method-assign, assignment]
 
     def end(self) -> None:
@@ -54,7 +57,9 @@ class EndsMeter:
             handle.remove()
         self._handles.clear()
         self._open.clear()
-        self._trainer.batch.__dict__.pop("loss", None)
+        vars(self._trainer.batch).pop("loss", None)
+        vars(self._trainer.batch).update(self._unwatched)
+        self._unwatched = {}
 
     def passed(self) -> list[tuple[Any, Any, int]]:
         """Return begin, end and nanoseconds of waiting of each pass through an end since the last call."""

@@ -72,9 +72,9 @@ def relative_error_in_one_ranks_gradient(trainer: Trainer) -> None:
         sink, up = mlp.shards["4"].up_proj.sink, mlp.shards["4"].up_proj.weight
         weight_grads = sink.weight_grads
 
-        def wrong(pairs: WeightPairs, x: Tensor, **gathers: Any) -> None:
+        def wrong(pairs: WeightPairs, x: Tensor, **gathers: Any) -> Any:
             changed = [(param, scaled(dy, 1 + 1e-6) if param is up else dy, partial) for param, dy, partial in pairs]
-            weight_grads(changed, x, **gathers)
+            return weight_grads(changed, x, **gathers)
 
         sink.weight_grads = wrong
 
