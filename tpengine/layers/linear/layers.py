@@ -145,7 +145,7 @@ class ColumnParallelLinear(nn.Module):
         prepared = self._prepared and self._prepared.for_product(x, (weight,))
         if prepared is None:
             check_gather(x, (operand,), self.comm)
-        return column_product(x, operand.detach(), prepared, (self,), (operand,))
+        return column_product(x, operand.detach(), prepared, (self,), (weight,))
 
     def prepare(self, num_tokens: int) -> None:
         """Copy the weight into the layout that its matmuls read fastest; the copies are used until the weight changes.
@@ -248,7 +248,7 @@ class RowParallelLinear(nn.Module):
         prepared = self._prepared and self._prepared.for_product(x, (weight,))
         if prepared is None and (problem := matmul_problem("matmul_reduce_scatter", x, operand, None)):
             self.comm.refuse(x, problem)
-        return row_product(x, operand, prepared, self)
+        return row_product(x, weight, operand, prepared, self)
 
     def prepare(self, num_tokens: int) -> None:
         """Prepare the weight: see ColumnParallelLinear.prepare."""
