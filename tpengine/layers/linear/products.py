@@ -6,7 +6,8 @@
 Each is the other's dual: the backward of the gather is a reduce-scatter, and the other way round. Several
 column-parallel weights share one gather and one GEMM when their storage is packed (packed.py). Weight gradients go to a
 sink, which may leave them to autograd (gradient_sink.py). Under autocast a product multiplies a copy of the weight, but
-the gradient is the weight's own: a sink knows parameters, and sums over ranks in their dtype. torch.compile cannot trace sinks: with the default sink it is
+the gradient is the weight's own: a sink knows parameters, and sums over ranks in their dtype. torch.compile
+cannot trace sinks: with the default sink it is
 given the registered operators.
 """
 
