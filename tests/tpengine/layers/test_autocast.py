@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from tpengine.layers import (
 )
 from tpengine.layers.attention import Rotation, rope, tables_of
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.gradient_sink import BufferSink
+from tpengine.layers.gradient_sink import BufferSink, DeferringSink, ParamGradSink, WeightHalves
 from tpengine.layers.linear.bias import LearnedPositions
 from tpengine.layers.mlp import FeedForward
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm
@@ -287,6 +288,42 @@ def test_the_engines_buffers_get_what_grad_gets() -> None:
         y = layer(x)
     y.float().square().sum().backward()
     assert all(torch.equal(a, b) for a, b in zip(buffers.values(), want[2:], strict=True))
+
+
+def test_a_weight_half_gets_what_a_whole_backward_gets() -> None:
+    """A schedule that splits backward: the same bits, in the parameters' dtype."""
+    layer, x = swiglu_and_input()
+    want = gradients(layer, layer, x)
+    halves = WeightHalves()
+    for part_of_layer in (layer.gate_proj, layer.up_proj, layer.down_proj):
+        part_of_layer.sink = DeferringSink(ParamGradSink(), halves)
+    with halves.of((0, 0)):
+        assert gradients(layer, layer, x)[2:] == [None] * 3
+    halves.run((0, 0))
+    for parameter, gradient in zip(layer.parameters(), want[2:], strict=True):
+        assert torch.equal(parameter.grad, gradient) and parameter.grad.dtype == torch.float32
+
+
+def check_dtypes_of_sums() -> None:
+    """What ranks that share heads add over each other is in the parameters' dtype, not in autocast's."""
+    tp = Communicator(dist.group.WORLD)
+    layer: Any = CASES["shared heads"].make(tp)
+    seen, reduce = [], Communicator.all_reduce_
+
+    def noted(comm: Communicator, tensor: Tensor) -> Tensor:
+        seen.append(tensor.dtype)
+        return reduce(comm, tensor)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(torch.randn(T // tp.size, D), SEQ)
+    with patch.object(Communicator, "all_reduce_", noted):
+        y.float().sum().backward()
+    # The weights of k and v, and the norms of q and k.
+    assert seen == [torch.float32] * 4
+
+
+def test_partial_gradients_are_summed_over_ranks_in_the_parameters_dtype(ranks: RankPool) -> None:
+    ranks.run(check_dtypes_of_sums, 2)
 
 
 def test_outside_of_a_region_nothing_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:

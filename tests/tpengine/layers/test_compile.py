@@ -19,6 +19,7 @@ from tpengine.config import ModelConfig
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import BufferSink, ParamGradSink
 from tpengine.layers.linear.bias import add_cut_bias
+from tpengine.layers.linear.layers import ColumnParallelLinear, RowParallelLinear
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Block
 
@@ -106,3 +107,29 @@ def test_a_compiled_block_is_the_block(ranks: RankPool, name: str, world: int, a
 @pytest.mark.parametrize(("name", "world"), [("mlp", 1), pytest.param("block", 2, marks=pytest.mark.slow)])
 def test_a_sink_outside_autograd_still_gets_the_gradients(ranks: RankPool, name: str, world: int) -> None:
     ranks.run(check_sinks_are_kept, world, name)
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_layer_is_one_graph(kind: type[ColumnParallelLinear | RowParallelLinear], bias: bool) -> None:
+    torch.manual_seed(0)
+    layer, x = kind(32, 8, Communicator(None), bias=bias), torch.randn(TOKENS, 32)
+    results = []
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        layer.zero_grad()
+        y = run(x)
+        y.square().sum().backward()
+        results.append([y.detach(), *(p.grad for p in layer.parameters())])
+    torch.testing.assert_close(results[1], results[0])
+    torch._dynamo.reset()
+
+
+def test_a_row_layers_bias_outside_autograd_still_gets_its_gradient() -> None:
+    """One rank sums nothing; the gradient is the sink's all the same."""
+    sink = BufferSink()
+    layer = RowParallelLinear(32, 8, Communicator(None), bias=True, sink=sink)
+    buffers = {parameter: torch.zeros_like(parameter) for parameter in layer.parameters()}
+    sink.attach({p: (buffer, 0) for p, buffer in buffers.items()}, SimpleNamespace(contributed=lambda _: None))
+    torch.compile(layer, backend="eager")(torch.ones(TOKENS, 32)).sum().backward()
+    assert layer.bias is not None and layer.bias.grad is None and buffers[layer.bias].tolist() == [TOKENS] * 8
+    torch._dynamo.reset()

@@ -145,7 +145,7 @@ class ColumnParallelLinear(nn.Module):
         prepared = self._prepared and self._prepared.for_product(x, (weight,))
         if prepared is None:
             check_gather(x, (operand,), self.comm)
-        return column_product(x, operand.detach(), prepared, (self,), (operand,))
+        return column_product(x, operand.detach(), prepared, (self,), (weight,))
 
     def prepare(self, num_tokens: int) -> None:
         """Copy the weight into the layout that its matmuls read fastest; the copies are used until the weight changes.
@@ -165,7 +165,13 @@ class ColumnParallelLinear(nn.Module):
 
 def with_biases(y: Tensor, layers: Sequence[ColumnParallelLinear]) -> Tensor:
     """Add the layers' biases, of all or of none, to their products y[T, F/tp], side by side."""
-    biases = [(bias, layer.replicas) for layer in layers if (bias := layer.bias) is not None]
+    biases = []
+    # A loop: torch.compile cannot trace an assignment inside of a comprehension.
+    for layer in layers:
+        # A bias may be computed: read it once.
+        bias = layer.bias
+        if bias is not None:
+            biases.append((bias, layer.replicas))
     return add_cut_bias(y, biases, layers[0].sink) if biases else y
 
 
@@ -227,7 +233,9 @@ class RowParallelLinear(nn.Module):
         """Return y[T/tp, D] + b; each sink gets the gradient of its block of tokens."""
         bias = self.bias
         assert bias is not None
-        if torch.compiler.is_compiling() and self.comm.size == 1:
+        # Autograd, which the compiler leaves the gradient to, sums none over ranks, and gives none to another sink.
+        are_autograds = all(isinstance(sink, ParamGradSink) for sink in sinks)
+        if torch.compiler.is_compiling() and are_autograds and self.comm.size == 1:
             return y + bias.to(y.dtype)
         return add_whole_bias(y, bias, self.comm, sinks)
 
@@ -240,7 +248,7 @@ class RowParallelLinear(nn.Module):
         prepared = self._prepared and self._prepared.for_product(x, (weight,))
         if prepared is None and (problem := matmul_problem("matmul_reduce_scatter", x, operand, None)):
             self.comm.refuse(x, problem)
-        return row_product(x, operand, prepared, self)
+        return row_product(x, weight, operand, prepared, self)
 
     def prepare(self, num_tokens: int) -> None:
         """Prepare the weight: see ColumnParallelLinear.prepare."""

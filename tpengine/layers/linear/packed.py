@@ -94,9 +94,9 @@ class PackedWeights:
         x, *operands = lowered(x, *weights)
         prepared = self._prepared and self._prepared.for_product(x, weights)
         if prepared is not None:
-            return column_product(x, prepared.matrix, prepared, self.layers, operands)
+            return column_product(x, prepared.matrix, prepared, self.layers, weights)
         check_gather(x, operands, self.layers[0].comm)
-        return column_product(x, self._packed(operands), None, self.layers, operands)
+        return column_product(x, self._packed(operands), None, self.layers, weights)
 
     def _packed(self, weights: Sequence[Tensor]) -> Tensor:
         """Return the weights behind each other, as they are now."""

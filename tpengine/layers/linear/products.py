@@ -5,7 +5,9 @@
 
 Each is the other's dual: the backward of the gather is a reduce-scatter, and the other way round. Several
 column-parallel weights share one gather and one GEMM when their storage is packed (packed.py). Weight gradients go to a
-sink, which may leave them to autograd (gradient_sink.py). torch.compile cannot trace sinks: with the default sink it is
+sink, which may leave them to autograd (gradient_sink.py). Under autocast a product multiplies a copy of the weight, but
+the gradient is the weight's own: a sink knows parameters, and sums over ranks in their dtype. torch.compile
+cannot trace sinks: with the default sink it is
 given the registered operators.
 """
 
@@ -116,12 +118,19 @@ class _RowParallel(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, prepared: PreparedWeight | None, layer: LinearLayer) -> Tensor:
-        comm = layer.comm
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        converted: Tensor | None,
+        prepared: PreparedWeight | None,
+        layer: LinearLayer,
+    ) -> Tensor:
+        comm, multiplied = layer.comm, weight if converted is None else converted
+        ctx.save_for_backward(x, multiplied)
         ctx.comm, ctx.sink, ctx.parameter, ctx.prepared = comm, layer.sink, weight, prepared
         ctx.gathers_again = layer.gathers_again
-        matrix = prepared.forward if prepared else weight.T
+        matrix = prepared.forward if prepared else multiplied.T
         return matmul_scatter([(x, matrix)], comm, "matmul_reduce_scatter")
 
     @staticmethod
@@ -140,7 +149,7 @@ class _RowParallel(torch.autograd.Function):
             # wgrad, now or in the weight half. Keep either DY or dy until then, not both.
             kept, gather = (dy, comm) if full is None else (full, None)
             (dw,) = sink.weight_grads([(parameter, kept, None)], x, gather_dy=gather)
-        return dxs[0] if dxs else None, dw, None, None
+        return dxs[0] if dxs else None, dw, None, None, None
 
 
 def is_traceable(layers: Sequence[LinearLayer]) -> bool:
@@ -174,10 +183,11 @@ def column_product(
 
     Args:
         x: this rank's rows.
-        packed: w[F/tp, D], the layers' weights behind each other, without a gradient of its own.
+        packed: w[F/tp, D], the layers' weights behind each other in x's dtype, without a gradient of its own.
         prepared: the same, in the forms that products read fastest, or None.
         layers: whose weights these are.
-        weights: the same as autograd knows them: read once per call, since a read may compute them.
+        weights: the same as the layers hold them: read once per call, since a read may compute them. They get the
+            gradients, also where autocast multiplies a copy.
 
     Raises:
         ValueError: a weight is computed or hooked, and the layers' sink would not reach it.
@@ -188,12 +198,15 @@ def column_product(
     return y
 
 
-def row_product(x: Tensor, weight: Tensor, prepared: PreparedWeight | None, layer: LinearLayer) -> Tensor:
+def row_product(
+    x: Tensor, weight: Tensor, operand: Tensor, prepared: PreparedWeight | None, layer: LinearLayer
+) -> Tensor:
     """Return y[T/tp, D] = reduce_scatter_tp(x[T, F/tp] @ w[D, F/tp].T). Its caller has checked that x fits.
 
     Args:
         x: all rows, this rank's columns.
-        weight: w, read once per call.
+        weight: w as the layer holds it, read once per call. It gets the gradient.
+        operand: w in x's dtype: the same tensor, or autocast's copy.
         prepared: w in the forms that products read fastest, or None.
         layer: whose weight w is.
 
@@ -201,5 +214,6 @@ def row_product(x: Tensor, weight: Tensor, prepared: PreparedWeight | None, laye
         ValueError: as column_product.
     """
     check_reaches(layer.sink, weight, "a row-parallel weight")
-    y: Tensor = applied(_RowParallel, x, weight, prepared, layer)
+    converted = None if operand is weight else operand.detach()
+    y: Tensor = applied(_RowParallel, x, weight, converted, prepared, layer)
     return y
