@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import py_compile
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -277,6 +278,36 @@ def test_a_file_that_is_not_what_the_run_recorded_is_said_once(
 def test_a_command_says_how_a_run_is_trusted(hostile: Hostile, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*given(LOADING["plan of a resume"], hostile, hostile.run), "--trust"]) == 0
     assert f"--resume --run-dir {hostile.run} --trust" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_needed"),
+    [("architecture = 'OWN'", False), ("path = 'RUN'", True), ("architecture = 'OWN'\npath = 'RUN'", False)],
+    ids=["its own file", "a run", "a run and its own file"],
+)
+def test_a_command_asks_for_trust_only_where_it_is_needed(
+    hostile: Hostile, tmp_path: Path, settings: str, is_needed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, layout = tmp_path / "mine.toml", ["--ranks", "1", "--tp", "1", "--pp", "1", "--dp", "1"]
+    text = settings.replace("OWN", str(hostile.own)).replace("RUN", str(hostile.run))
+    file.write_text(f"[model]\n{text}\n[train]\nafter_checkpoint = 'cp {{path}} x'\n")
+    assert main(["plan", "--model", str(file), *layout]) == 2 * is_needed
+    assert main(["plan", "--model", str(file), *layout, "--trust"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines()[::-1] if line.startswith("run it:")][:1]
+    assert ("--trust" in line) == is_needed
+    assert parse_config(shlex.split(line.partition("tpengine.train ")[2]), 1).model.architecture.endswith("own.py")
+
+
+@pytest.mark.parametrize("architecture", ["own.py", "llama"])
+def test_the_settings_of_a_run_ask_for_trust(
+    hostile: Hostile, architecture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = hostile.run / "config.toml"
+    if architecture == "llama":
+        file.write_text(file.read_text().replace(str(hostile.run / "own.py"), "llama"))
+    argv = ["--ranks", "1", "--tp", "1", "--pp", "1", "--dp", "1", "--trust"]
+    assert main(["plan", "--model", str(file), *argv]) == 0
+    assert " --trust" in capsys.readouterr().out
 
 
 def test_a_started_rank_loads_nothing_from_where_the_user_is(hostile: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
