@@ -280,5 +280,5 @@ def test_a_number_of_any_length_is_one_short_line(flag: str, rule: str, remedy: 
 
 @pytest.mark.parametrize("path", ["x@" + "9" * 5000, "x@" + "9" * 200, "x" * 5000], ids=len)
 def test_a_path_of_any_length_is_no_run(path: str) -> None:
-    with pytest.raises(ConfigError, match="model.path must be a directory with a config.json, or a run: x"):
+    with pytest.raises(ConfigError, match=r"model\.path must be a directory with a config\.json, or a run: x"):
         parse_config(["--model.path", path], 1)

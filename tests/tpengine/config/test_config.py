@@ -329,7 +329,8 @@ def test_a_missing_file_is_said_in_one_line(tmp_path: Path) -> None:
         ),
         (
             {"rope": RopeScaling("yarn", factor=2.0)},
-            "rope.original_max_position_embeddings must be positive with rope_type yarn: got 0: use that of config.json",
+            "rope.original_max_position_embeddings must be positive with rope_type yarn: got 0: "
+            "use that of config.json",
         ),
         (
             {"rope": RopeScaling("llama3", 2.0, 64, 4.0, 4.0)},
