@@ -2,7 +2,8 @@
 
 A suggestion that is another thing is worse than none: fp8 is no float64, cp no tp, llama_8b no llama_1b. So a name is
 suggested only if few letters differ for its length, and no digit does; names of up to three letters have no letter to
-spare. Who suggests nothing lists the choices.
+spare. Where a letter begins a name with digits, its first and last letter are its kind, and neither may differ: h300 is
+no b300, mi300a no mi300x. Who suggests nothing lists the choices.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def meant(text: str, choices: Iterable[str]) -> str | None:
         return next((choice for choice in known if choice == _OTHER_THINGS[word]), None)
     distances = {choice: _distance(word, _plain(choice)) for choice in known if _is_near(word, _plain(choice))}
     near = [choice for choice, distance in distances.items() if distance == min(distances.values())]
-    return near[0] if len(near) == 1 else None
+    return near[0] if len(near) == 1 and _is_of_its_kind(word, _plain(near[0])) else None
 
 
 def use(text: str, choices: Iterable[str], otherwise: str = "one of these") -> str:
@@ -60,6 +61,14 @@ def _is_near(word: str, choice: str) -> bool:
     allowed = 0 if length <= _NONE else 1 if length <= _ONE else 2 if length <= _TWO else 3
     # Nobody looks for a word in a text of any length.
     return abs(len(word) - len(choice)) <= allowed and _distance(word, choice) <= allowed
+
+
+def _is_of_its_kind(word: str, choice: str) -> bool:
+    """Whether the letters at both ends are the choice's, where a letter begins a name with digits."""
+    if not re.fullmatch("[a-z].*[0-9].*", choice):
+        return True
+    letters, of_choice = (re.sub("[0-9]", "", name) for name in (word, choice))
+    return letters[:1] == of_choice[:1] and letters[-1:] == of_choice[-1:]
 
 
 def _distance(one: str, other: str) -> int:

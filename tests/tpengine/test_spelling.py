@@ -13,6 +13,7 @@ from tpengine.spelling import did_you_mean, meant, use
 
 MODELS = ("tiny", "bench", "llama_1b", "llama_8b", "llama_70b", "certify")
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma3")
+MACHINES = ("h100", "h200", "b200", "b300", "a100_80gb", "mi300x", "cpu")
 SIZES = ("tp", "pp", "dp", "schedule", "recompute", "zero", "num_heads", "num_layers", "num_micro_batches")
 
 
@@ -28,6 +29,8 @@ SIZES = ("tp", "pp", "dp", "schedule", "recompute", "zero", "num_heads", "num_la
         ("1f1", ("gpipe", "1f1b"), "1f1b"),
         ("zb_h1", ("zb-h1", "zbv"), "zb-h1"),
         ("bflot16", DTYPES, "bfloat16"),
+        ("mi_300x", MACHINES, "mi300x"),
+        ("a100_80b", MACHINES, "a100_80gb"),
         ("gpu", ("auto", "cpu", "cuda"), "cuda"),
     ],
 )
@@ -43,6 +46,8 @@ def test_a_misspelled_name_is_recognised(text: str, choices: tuple[str, ...], ch
         ("fp8", DTYPES),
         ("float8", DTYPES),
         ("float23", DTYPES),
+        ("bfloat32", DTYPES),
+        *((name, MACHINES) for name in ("h300", "mi300a", "gh100", "gb200", "b100", "h100e")),
         # As near to float16 as to bfloat16.
         ("bloat16", DTYPES),
         *((name, SIZES) for name in ("cp", "ep", "sp", "experts", "num_experts")),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import py_compile
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -87,8 +88,8 @@ LOADING = {
     "advise": ["advise", "--model", "RUN", "--ranks", "1", "--seconds", "1"],
     "advise of a resume": ["advise", "--resume", "RUN", "--ranks", "1", "--seconds", "1"],
     "plan by a profile": ["plan", "--model", "tiny", "--profile", "RUN", *("--ranks", "1", "--tp", "1", "--pp", "1")],
-    "schedule": ["schedule", "--model.path", "RUN", "--pp", "1"],
-    "schedule by its config": ["schedule", "--config", "RUN/config.toml", "--pp", "1"],
+    "schedule": ["schedule", "--model", "RUN", "--pp", "1"],
+    "schedule by its config": ["schedule", "--model", "RUN/config.toml", "--pp", "1"],
 }
 READING = {
     "watch": ["watch", "RUN", "--once"],
@@ -155,7 +156,7 @@ def test_a_command_executes_what_the_user_names(
     # Of what is permitted only the source is executed, and nothing is permitted to the next command.
     assert not (tmp_path / "compiled").exists()
     shutil.copytree(hostile.run, tmp_path / "again")
-    assert main(["schedule", "--model.path", str(tmp_path / "again"), "--pp", "1"]) == 2
+    assert main(["schedule", "--model", str(tmp_path / "again"), "--pp", "1"]) == 2
 
 
 @pytest.mark.parametrize("flags", [["--trust"], ["--model.architecture", "OWN", "--train.after-checkpoint", "COMMAND"]])
@@ -189,6 +190,39 @@ def test_a_file_of_settings_is_the_users_word(hostile: Hostile, tmp_path: Path) 
     settings.write_text(f"[model]\narchitecture = {str(hostile.own)!r}\n[train]\nafter_checkpoint = 'cp {{path}} x'\n")
     config = parse_config(["--config", str(settings)], 1)
     assert hostile.executed.exists() and config.train.after_checkpoint == "cp {path} x"
+
+
+def test_a_file_is_the_users_word_whatever_it_is_called(hostile: Hostile, tmp_path: Path) -> None:
+    settings = hostile.own.parent / "config.toml"
+    settings.write_text(f"[model]\narchitecture = {str(hostile.own)!r}\n")
+    parse_config(["--config", str(settings)], 1)
+    assert hostile.executed.exists()
+
+
+@pytest.mark.parametrize("what", ["a copy", "a link", "a link from it", "a link to the directory"])
+@pytest.mark.parametrize("mark", ["checkpoints", "metrics.jsonl", ".lock"])
+def test_what_lies_in_a_run_is_data_whatever_it_is_called(
+    hostile: Hostile, tmp_path: Path, what: str, mark: str
+) -> None:
+    run = hostile.run
+    (run / "checkpoints").rename(tmp_path / "aside")
+    (run / "metrics.jsonl").unlink()
+    (run / mark).touch()
+    path = run / "run.toml"
+    if what == "a copy":
+        shutil.copyfile(run / "config.toml", path)
+    elif what == "a link":
+        path = tmp_path / "mine.toml"
+        path.symlink_to(run / "config.toml")
+    elif what == "a link from it":
+        shutil.copyfile(run / "config.toml", tmp_path / "elsewhere.toml")
+        path.symlink_to(tmp_path / "elsewhere.toml")
+    else:
+        (tmp_path / "linked").symlink_to(run)
+        path = tmp_path / "linked" / "config.toml"
+    with pytest.raises(ValueError, match="executed only if you say so"):
+        parse_config(["--config", str(path), "--run-dir", str(tmp_path / "out")], 1)
+    assert not hostile.executed.exists()
 
 
 def test_a_file_that_names_a_run_does_not_speak_for_it(hostile: Hostile, tmp_path: Path) -> None:
@@ -237,13 +271,43 @@ def test_a_file_that_is_not_what_the_run_recorded_is_said_once(
     said = f"{hostile.own} is not what {hostile.run} began with: SHA-256 {now}, recorded {before}"
     say_once.cache_clear()
     for _ in range(2):
-        assert main(["schedule", "--model.path", str(hostile.run), "--model.architecture", str(hostile.own)]) == 0
+        assert main(["schedule", "--model", str(hostile.run), "--model.architecture", str(hostile.own)]) == 0
     assert capsys.readouterr().err == f"tpengine: {said}\n"
 
 
 def test_a_command_says_how_a_run_is_trusted(hostile: Hostile, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*given(LOADING["plan of a resume"], hostile, hostile.run), "--trust"]) == 0
     assert f"--resume --run-dir {hostile.run} --trust" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_needed"),
+    [("architecture = 'OWN'", False), ("path = 'RUN'", True), ("architecture = 'OWN'\npath = 'RUN'", False)],
+    ids=["its own file", "a run", "a run and its own file"],
+)
+def test_a_command_asks_for_trust_only_where_it_is_needed(
+    hostile: Hostile, tmp_path: Path, settings: str, is_needed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, layout = tmp_path / "mine.toml", ["--ranks", "1", "--tp", "1", "--pp", "1", "--dp", "1"]
+    text = settings.replace("OWN", str(hostile.own)).replace("RUN", str(hostile.run))
+    file.write_text(f"[model]\n{text}\n[train]\nafter_checkpoint = 'cp {{path}} x'\n")
+    assert main(["plan", "--model", str(file), *layout]) == 2 * is_needed
+    assert main(["plan", "--model", str(file), *layout, "--trust"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines()[::-1] if line.startswith("run it:")][:1]
+    assert ("--trust" in line) == is_needed
+    assert parse_config(shlex.split(line.partition("tpengine.train ")[2]), 1).model.architecture.endswith("own.py")
+
+
+@pytest.mark.parametrize("architecture", ["own.py", "llama"])
+def test_the_settings_of_a_run_ask_for_trust(
+    hostile: Hostile, architecture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = hostile.run / "config.toml"
+    if architecture == "llama":
+        file.write_text(file.read_text().replace(str(hostile.run / "own.py"), "llama"))
+    argv = ["--ranks", "1", "--tp", "1", "--pp", "1", "--dp", "1", "--trust"]
+    assert main(["plan", "--model", str(file), *argv]) == 0
+    assert " --trust" in capsys.readouterr().out
 
 
 def test_a_started_rank_loads_nothing_from_where_the_user_is(hostile: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:

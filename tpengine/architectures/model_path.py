@@ -14,18 +14,31 @@ from tpengine.config.toml import load_toml
 from tpengine.last_words import say_once
 
 _OWN_SETTINGS = ("path", "residual_dropout", "attention_dropout", "mlp_dropout")
+# Of the number of a step; of a path that a message shows.
+_MOST_DIGITS, _MOST_SHOWN = 18, 1000
 
 
 def run_of(path: str) -> tuple[Path, int | None] | None:
     """Return the run's directory and step that RUN or RUN@N names; None if the path is no run of ours."""
     directory, at, number = path.rpartition("@")
-    if at and number.isdecimal() and _is_run(Path(directory)):
+    if at and len(number) <= _MOST_DIGITS and number.isdecimal() and _is_run(Path(directory)):
         return Path(directory), int(number)
     return (Path(path), None) if _is_run(Path(path)) else None
 
 
 def _is_run(directory: Path) -> bool:
-    return (directory / "config.toml").is_file()
+    # A name that is too long for a file is an error to ask for: nothing is there.
+    try:
+        return (directory / "config.toml").is_file()
+    except OSError:
+        return False
+
+
+def _is_directory(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except OSError:
+        return False
 
 
 def architecture_of_run(run: Path, name: str, own: str = "") -> str:
@@ -105,9 +118,10 @@ def model_at(settings: ModelConfig, given: Iterable[str] = ()) -> ModelConfig:
         found = load_toml(run[0] / "config.toml", Config()).model
         found = replace(found, architecture=architecture_of_run(run[0], found.architecture, own or ""))
     else:
-        if not Path(path).is_dir():
+        if not _is_directory(path):
+            shown = path if len(path) <= _MOST_SHOWN else f"{path[:_MOST_SHOWN]}..."
             raise ValueError(
-                f"model.path must be a directory with a config.json, or a run: {path} is none: check the path"
+                f"model.path must be a directory with a config.json, or a run: {shown} is none: check the path"
             )
         found = model_of(ConfigJson.read(path), own)
     found = replace(found, **{name: getattr(settings, name) for name in _OWN_SETTINGS})

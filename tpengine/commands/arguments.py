@@ -51,6 +51,9 @@ _DESCRIPTION = f"""Train a transformer on --nproc processes of this host, or on 
 
 The flags below are applied last and override both."""
 
+# Digits of a number that a message reckons with; characters of a wrong value that it shows.
+_MOST_DIGITS, _MOST_SHOWN = 18, 60
+
 
 class ConfigError(ValueError):
     """A mistake on the command line or in the configuration file, in one line."""
@@ -90,6 +93,7 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
             saved = saved_config(config.run_dir, _own_architecture(flags, config))
             base = saved if is_alone else base
             config = continued_config(saved, _override(without_layout(base), flags), world_size, base.parallel)
+        check_ranges(config)
         check_architecture(config.model)
         config = _with_epochs(config, world_size)
         asked = config.train.steps
@@ -132,6 +136,7 @@ def parse_imported(source: str, out: str, argv: Sequence[str]) -> Config:
         _permit_flags(flags, config)
         model = model_at(replace(config.model, path=source), _given_of_model(flags))
         config = replace(config, model=model, run_dir=out, resume=False)
+        check_ranges(config)
         check_architecture(model)
         parallel = config.parallel
         validate_run(config, math.prod(size or 1 for size in (parallel.tp, parallel.pp, parallel.dp)))
@@ -377,8 +382,9 @@ def _check_text(name: str, text: str, setting: _Setting) -> None:
     if get_origin(setting.hint) is Literal:
         choices = [str(choice) for choice in get_args(setting.hint)]
         if text not in choices:
-            remedy = choose(int(text) if text.isdecimal() else text, get_args(setting.hint))
-            raise ValueError(f"{name} must be one of {', '.join(choices)}: got {text!r}: {remedy}")
+            is_number = text.isdecimal() and len(text) <= _MOST_DIGITS
+            remedy = choose(int(text) if is_number else text, get_args(setting.hint))
+            raise ValueError(f"{name} must be one of {', '.join(choices)}: got {_shown(text)}: {remedy}")
         return
     kinds = get_args(setting.hint) or (setting.hint,)
     if str in kinds or (text == "None" and type(None) in kinds):
@@ -388,7 +394,12 @@ def _check_text(name: str, text: str, setting: _Setting) -> None:
         noun = "a number" if wanted is float else "an integer"
         finite = _spells(text, float) and math.isfinite(float(text))
         near_value = round(float(text)) if finite else setting.default
-        raise ValueError(f"{name} must be {noun}: got {text!r}: use {1 if near_value is None else near_value}")
+        raise ValueError(f"{name} must be {noun}: got {_shown(text)}: use {1 if near_value is None else near_value}")
+
+
+def _shown(text: str) -> str:
+    """Return a value as it was given; a long one by its beginning."""
+    return repr(text) if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]!r}..."
 
 
 def _spells(text: str, kind: type[int] | type[float]) -> bool:

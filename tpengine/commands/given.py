@@ -1,20 +1,20 @@
 """What a command line gives counts as the user's word: files and commands that it names are permitted (trust.py).
 
-So does what stands in a file given with --config: it is written to be carried out, as a script is. Only the config.toml
-that a run has written, and its earlier ones, are data, as the rest of that run's directory is.
+So does what stands in a file given with --config: it is written to be carried out, as a script is. Only what lies in a
+run's directory is data, whatever it is called: the directory may be somebody else's, and so may any file of it be.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 from tpengine import trust
 from tpengine.config import Config
 from tpengine.config.toml import load_toml
 
-_OF_A_RUN = re.compile(r"config(\.\d+)?\.toml")
+# What a run has in its directory once it has begun or was imported (checkpoint/run, observe).
+_OF_A_RUN = ("checkpoints", "metrics.jsonl", ".lock")
 
 
 def add_trust_arguments(parser: argparse._ActionsContainer, *, has_architecture: bool = True) -> None:
@@ -47,15 +47,23 @@ def permit_what_is_given(args: argparse.Namespace) -> None:
 
 
 def config_given(path: str, base: Config) -> Config:
-    """Return `base` with a file that --config gives, and permit what it names unless it is a run's own.
+    """Return `base` with a file that --config gives, and permit what it names unless it lies in a run's directory.
+
+    A relative path in the file is one from where the command is called, here and where it is executed.
 
     Raises:
         ValueError: as load_toml.
     """
     config = load_toml(path, base)
-    if not _OF_A_RUN.fullmatch(Path(path).name):
+    if not lies_in_a_run(path):
         permit_settings(config, architecture=True, after_checkpoint=True)
     return config
+
+
+def lies_in_a_run(path: str) -> bool:
+    """Return whether a file is one of a run's directory: by its path, or by where a link leads."""
+    places = {Path(path).parent, Path(path).resolve().parent}
+    return any((place / name).exists() for place in places for name in _OF_A_RUN)
 
 
 def permit_settings(config: Config, *, architecture: bool, after_checkpoint: bool) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tpengine.config.amounts import Amount, amount_of, tokens_of
+from tpengine.config.detail_rules import check_details
 from tpengine.config.exact_sizes import MOST_SHARDS, largest_dp, num_shards_of
 from tpengine.config.lengths import MOST_MICRO_BATCHES, MOST_STEPS, with_batch
 from tpengine.config.nearest import divisors, nearest_multiples, nearest_of
@@ -341,6 +342,7 @@ def check_ranges(config: Config) -> None:
         if high is not None and value > high:
             rule, nearest = ("below 1", default) if high == _BELOW_ONE else (f"at most {high}", high)
             raise ValueError(f"{key} must be {rule}: got {value}: use {nearest}")
+    check_details(config.model)
     for owner, section, name in (
         (config.parallel, "parallel.", "tp_comm"),
         (config.parallel, "parallel.", "recompute"),

@@ -25,6 +25,8 @@ from tpengine.last_words import RANK_FAILED, USER_ERROR, interrupt_in_one_line, 
 
 # More processes of one host are torchrun's.
 _MOST_RANKS = 256
+# Of the text of --nproc: digits of a number, and characters that a message shows.
+_MOST_DIGITS, _MOST_SHOWN = 9, 60
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_SECONDS = 0.05
 # When a rank has failed the others find out by themselves, and report whom they waited for. Then they are told to end,
@@ -49,10 +51,11 @@ def taken_nproc(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
             others.append(argument)
             continue
         text = value if equals else next(rest, "")
-        if not (text.isascii() and text.isdecimal() and 0 < int(text[:9]) <= _MOST_RANKS):
+        if not (len(text) <= _MOST_DIGITS and text.isascii() and text.isdecimal() and 0 < int(text) <= _MOST_RANKS):
+            shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
             raise ValueError(
                 f"--nproc must be the number of processes to start on this host, 1 to {_MOST_RANKS}: got "
-                f"{text or 'nothing'}: use --nproc 2, or torchrun"
+                f"{shown or 'nothing'}: use --nproc 2, or torchrun"
             )
         number = int(text)
     return number, others

@@ -261,3 +261,24 @@ def test_help_is_printed_on_rank_0_only(capsys: pytest.CaptureFixture[str]) -> N
     for word in ("--preset", "--config", *(flag for flag, *_ in FLAGS)):
         assert word in printed["0"].out
     assert printed["1"] == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("flag", "rule", "remedy"),
+    [
+        ("--parallel.zero", "must be one of 0, 1, 2, 3", "use one of these"),
+        ("--train.steps", "must be an integer", "use "),
+        ("--train.micro-batch-size", "must be an integer", "use "),
+    ],
+)
+def test_a_number_of_any_length_is_one_short_line(flag: str, rule: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_config([flag, "9" * 5000], 1)
+    said = str(error.value)
+    assert said.startswith(f"{flag} {rule}") and f": got '{'9' * 60}'...: {remedy}" in said and len(said) < 300
+
+
+@pytest.mark.parametrize("path", ["x@" + "9" * 5000, "x@" + "9" * 200, "x" * 5000], ids=len)
+def test_a_path_of_any_length_is_no_run(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path must be a directory with a config\.json, or a run: x"):
+        parse_config(["--model.path", path], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpengine.config import Config, ModelConfig, ParallelConfig, resolve_layout, validate
-from tpengine.config.details import ModelDetails
+from tpengine.config.details import ModelDetails, RopeScaling
 from tpengine.config.toml import dump_toml, load_toml
 
 SECTIONS = ("model", "parallel", "train", "data", "optim")
@@ -306,3 +307,45 @@ def test_bad_toml_is_refused_in_one_line(tmp_path: Path, text: str, parts: list[
 def test_a_missing_file_is_said_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere\.toml.*No such file"):
         load_toml(tmp_path / "nowhere.toml", Config())
+
+
+@pytest.mark.parametrize(
+    ("details", "said"),
+    [
+        ({"head_size": 10**400}, f"head_size must be at most {2**31}: got 1{'0' * 39}...: use {2**31}"),
+        ({"head_size": -2}, "head_size must be at least 0: got -2: use 0"),
+        ({"max_positions": -5}, "max_positions must be at least 0: got -5: use 0"),
+        ({"attention_scale": math.nan}, "attention_scale must be finite: got nan: use 0.0"),
+        ({"attention_scale": math.inf}, "attention_scale must be finite: got inf: use 0.0"),
+        ({"local_rope_theta": -1.0}, "local_rope_theta must be at least 0: got -1.0: use 0"),
+        ({"local_rope_theta": 0.5}, "local_rope_theta must be at least 1, or 0: got 0.5: use 0 for model.rope_theta"),
+        ({"windows": (1,)}, "windows must be one of each layer, or none: got 1 with num_layers 4: use [] or 4 of them"),
+        ({"windows": (8, 0, -1, 0)}, "windows must be at least 0: got -1: use 0"),
+        ({"windows": (2**31 + 1,) * 4}, f"windows must be at most {2**31}: got {2**31 + 1}: use {2**31}"),
+        ({"rope": RopeScaling(factor=math.nan)}, "rope.factor must be finite: got nan: use 1.0"),
+        (
+            {"rope": RopeScaling("linear", factor=0.0)},
+            "rope.factor must be positive with rope_type linear: got 0.0: use that of config.json",
+        ),
+        (
+            {"rope": RopeScaling("yarn", factor=2.0)},
+            "rope.original_max_position_embeddings must be positive with rope_type yarn: got 0: "
+            "use that of config.json",
+        ),
+        (
+            {"rope": RopeScaling("llama3", 2.0, 64, 4.0, 4.0)},
+            "rope.low_freq_factor must be below high_freq_factor: got 4.0 and 4.0: use those of config.json",
+        ),
+    ],
+    ids=str,
+)
+def test_a_detail_that_none_can_have_is_one_line(details: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        validate(Config(model=ModelConfig(details=ModelDetails(**details))), 1)
+    assert str(error.value) == f"model.details.{said}"
+
+
+def test_details_that_a_model_can_have_pass() -> None:
+    rope = RopeScaling("yarn", 4.0, 64)
+    details = ModelDetails(64, rope, (8, 0, 8, 0), 1.0, 2**31, True, True, 0.5)
+    validate(Config(model=ModelConfig(details=details)), 1)

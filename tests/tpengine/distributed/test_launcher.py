@@ -115,10 +115,17 @@ def test_the_number_of_processes_is_taken_from_the_arguments(
     assert taken_nproc(given) == (number, others)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "257", "9" * 30, "\N{ARABIC-INDIC DIGIT TWO}", ""])
+@pytest.mark.parametrize(
+    "text", ["0", "-1", "two", "1.5", "257", "00000000199999", "9" * 30, "9" * 5000, "\N{ARABIC-INDIC DIGIT TWO}", ""]
+)
 def test_what_is_no_number_of_processes_is_one_line(text: str) -> None:
     with pytest.raises(ValueError, match="--nproc must be the number of processes to start on this host, 1 to 256"):
         taken_nproc(["--nproc", text])
+
+
+def test_a_long_text_is_shown_by_its_beginning() -> None:
+    with pytest.raises(ValueError, match=r"got 9{60}\.\.\.: use --nproc 2"):
+        taken_nproc(["--nproc", "9" * 5000])
 
 
 def test_who_has_been_started_as_a_rank() -> None:

@@ -16,13 +16,14 @@ from tpengine.advice.recorded import machine_as_recorded
 from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.model_path import model_at, run_of
 from tpengine.checkpoint.run.resume import saved_config
-from tpengine.commands.given import add_trust_arguments, config_given
+from tpengine.commands.given import add_trust_arguments, config_given, lies_in_a_run
 from tpengine.commands.parsing import count, dtype, tokens
 from tpengine.commands.planning.fixed import add_fixed_arguments, fixed_settings
 from tpengine.commands.planning.recorded_run import recorded_by
 from tpengine.config import Config, ParallelConfig
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.rules import MOST_BATCH, MOST_RANKS, check_ranges, check_sizes
+from tpengine.config.toml import load_toml
 from tpengine.simulate.machine import MACHINES, Machine, machine_named
 from tpengine.spelling import use
 
@@ -183,7 +184,9 @@ def _base(args: argparse.Namespace) -> tuple[Config, str]:
         return _of_own_architecture(preset_config(args.model), args), args.model
     path = Path(args.model)
     if path.suffix == ".toml":
-        return _of_own_architecture(config_given(str(path), Config()), args), path.stem
+        base = _of_own_architecture(config_given(str(path), Config()), args)
+        # As training does: what the file says besides model.path is no number of the model.
+        return replace(base, model=model_at(base.model)) if base.model.path else base, path.stem
     if path.name == "config.json" and path.is_file():
         path = path.parent
     if not path.is_dir():
@@ -256,8 +259,15 @@ def run_command(args: argparse.Namespace, question: Question) -> str:
 def _permitted(args: argparse.Namespace, config: Config) -> str:
     """Return the options without which the command would be refused what the model's directory names (trust.py)."""
     given = f" --model.architecture {shlex.quote(args.architecture)}" if args.architecture else ""
+    is_file = bool(args.model) and Path(args.model).suffix == ".toml"
     asks = config.model.architecture.endswith(".py") and not given
-    return given + " --trust" * bool(asks or (args.resume and config.train.after_checkpoint))
+    # The weights of a run are begun from without its command.
+    carries_command = bool(config.train.after_checkpoint) and bool(args.resume or is_file)
+    if is_file and not lies_in_a_run(args.model):
+        # The user's own file: what stands in it is permitted, what the run of its model.path names is not.
+        asks = asks and not load_toml(args.model, Config()).model.architecture.endswith(".py")
+        carries_command = False
+    return given + " --trust" * (asks or carries_command)
 
 
 def _settings_of_run(config: Config) -> str:

@@ -88,7 +88,8 @@ def _check_apart(sources: Sequence[Path], found: Iterable[Path], out: Path) -> N
         if source.resolve().is_relative_to(place):
             raise ValueError(f"--out must not be what is read: --from {source} is in --out {out}: choose another")
     for path in found:
-        if path.resolve().is_relative_to(place):
+        # A hard link is the same text by another name.
+        if path.resolve().is_relative_to(place) or (out.is_file() and out.samefile(path)):
             raise ValueError(f"--out must not be what is read: {path} is a text of --from: choose another than {out}")
 
 

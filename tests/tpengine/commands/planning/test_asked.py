@@ -221,3 +221,27 @@ def test_a_configuration_alone_is_said_to_lack_weights(tmp_path: Path, capsys: p
     assert f"--model.path '{model}'" in text and f"the command needs weights: {model} has a config.json alone" in text
     (model / "model.safetensors").write_bytes(b"")
     assert "needs weights" not in said(capsys, *argv)
+
+
+def test_a_file_that_names_a_directory_is_a_plan_of_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As training begins with it: the directory's sizes, the file's other settings."""
+    model, file, sheet = tmp_path / "model", tmp_path / "mine.toml", tmp_path / "sheet.json"
+    model.mkdir()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 128, "vocab_size": 61, "max_position_embeddings": 128, "rms_norm_eps": 1e-5}
+    sizes |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    (model / "config.json").write_text(json.dumps(sizes))
+    file.write_text(f"[model]\npath = {str(model)!r}\nresidual_dropout = 0.1\n[train]\nseq_len = 32\n")
+    argv = ["--machine", "cpu", "--ranks", "2", "--pp", "2", "--tp", "1", "--json", str(sheet)]
+    text = said(capsys, "plan", "--model", str(file), *argv)
+    config = started(text, 2)
+    assert (config.model.architecture, config.model.num_layers, config.model.residual_dropout) == ("qwen2", 2, 0.1)
+    weights = [[of_rank["kinds"]["weights"] for of_rank in json.loads(sheet.read_text())["memory"]]]
+    said(capsys, "plan", "--model", str(model), "--seq-len", "32", *argv)
+    weights += [[of_rank["kinds"]["weights"] for of_rank in json.loads(sheet.read_text())["memory"]]]
+    assert weights[0] == weights[1]
+    file.write_text("[model]\npath = 'not there'\n")
+    assert main(["schedule", "--model", str(file)]) == 2
+    assert "model.path must be a directory with a config.json" in capsys.readouterr().err

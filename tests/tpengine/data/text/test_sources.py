@@ -98,3 +98,11 @@ def test_an_output_that_is_read_is_one_line(
     assert str(error.value).startswith(f"--out must not be what is read: {said}")
     # A new file in the directory is no text of it.
     assert [str(path) for path in find_files([Path("d")], out=Path("d/new"))] == ["d/b.txt", "d/sub/c.txt"]
+
+
+def test_a_hard_link_of_a_text_is_no_output(tmp_path: Path) -> None:
+    text, out = tmp_path / "hard.txt", tmp_path / "x.txt"
+    text.write_text("text")
+    out.hardlink_to(text)
+    with pytest.raises(ValueError, match=f"--out must not be what is read: {text} is a text of --from: choose another"):
+        find_files([text], out=out)
