@@ -81,7 +81,7 @@ class ShardedOptimizer(Optimizer):
 
     Attributes:
         param_groups: all parameters, on every rank. Options that are written here (schedulers do) act.
-        state: of the parameters that this rank owns, or owns rows of.
+        state: of the parameters that this rank owns, or owns rows of. What is cleared or written here acts.
 
     Raises:
         ValueError: a class that needs a closure; `replicas` is no Communicator. From `step`, on all replicas alike:
@@ -147,6 +147,7 @@ class ShardedOptimizer(Optimizer):
         """Add a group, as in torch; its tensors go to the replicas that own least."""
         super().add_param_group(param_group)
         if self._inner is not None:
+            self._take_state()
             self._take([self.param_groups[-1]])
 
     @torch.no_grad()
@@ -182,6 +183,7 @@ class ShardedOptimizer(Optimizer):
         before = [options_of(group) for group in self.param_groups]
         for options, group in zip(before, inner.param_groups, strict=True):
             group.update(options)
+        self._take_state()
         for own in self._own:
             _give(own, inverse)
         inner.step()
@@ -199,7 +201,6 @@ class ShardedOptimizer(Optimizer):
 
         With one replica it is what the class itself returns, and `sharding`, which torch's load_state_dict leaves out.
         """
-        self._show_state()
         part: dict[str, Any] = super().state_dict()
         number_of = numbers_of(self.param_groups)
         part["sharding"] = {
@@ -315,6 +316,15 @@ class ShardedOptimizer(Optimizer):
             )
         if self._writes is None:
             self._writes = bool(written)
+
+    def _take_state(self) -> None:
+        """Let the inner optimizer have the state that is shown: the user may have cleared or written it."""
+        assert self._inner is not None
+        for own in self._own:
+            if own.parameter in self.state:
+                self._inner.state[own.updated] = self.state[own.parameter]
+            else:
+                self._inner.state.pop(own.updated, None)
 
     def _show_state(self) -> None:
         """Show the state of this rank's tensors under the user's parameters."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +166,23 @@ def change_rates(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     optimizer.param_groups[-1]["weight_decay"] = 0.2
 
 
+def assign_no_state(_: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 2:
+        optimizer.state = defaultdict(dict)
+
+
+def clear_state(_: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 2:
+        optimizer.state.clear()
+        assert not optimizer.state_dict()["state"]
+
+
+def write_state(_: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for state in optimizer.state.values():
+        if state:
+            state["exp_avg"] = 0.5 * state["exp_avg"]
+
+
 def copy_the_model(model: nn.Module, _: Optimizer, step: int) -> None:
     ema = copy.deepcopy(model)
     ema.load_state_dict(pickle.loads(pickle.dumps(ema)).state_dict())
@@ -183,6 +201,9 @@ CHANGES = {
         freeze_and_thaw,
         add_a_group,
         change_rates,
+        assign_no_state,
+        clear_state,
+        write_state,
         copy_the_model,
     )
 }
