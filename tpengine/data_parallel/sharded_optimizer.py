@@ -121,7 +121,7 @@ class ShardedOptimizer(Optimizer):
         self._replicas, self._bucket_bytes = replicas, bucket_bytes
         self._axes = [ranks for ranks in (replicas, tp, pp) if ranks is not None]
         self._inner: Optimizer | None = None
-        self._loads = [0] * replicas.size
+        self._loads, self._frozen_loads = [0] * replicas.size, [0] * replicas.size
         self._pieces: dict[Tensor, list[Piece]] = {}
         self._agreement = StepAgreement(optimizer_class, replicas, masters=masters)
         self._own: list[_Own] = []
@@ -257,10 +257,13 @@ class ShardedOptimizer(Optimizer):
     def _take(self, groups: Sequence[dict[str, Any]]) -> None:
         """Divide the parameters of new groups, and give those of this rank to the inner optimizer."""
         new = list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
-        # What is frozen has no state.
-        num_bytes = [p.numel() * p.element_size() if p.requires_grad else 0 for p in new]
-        pieces = divide(num_bytes, [num_rows(p.shape) for p in new], self._loads, cuts=self._class in ELEMENTWISE)
-        self._pieces.update(zip(new, pieces, strict=True))
+        cuts = self._class in ELEMENTWISE
+        # What is frozen has no state yet. Balance it by itself: it may thaw, and must not unbalance what is trained.
+        for is_trained, loads in ((True, self._loads), (False, self._frozen_loads)):
+            some = [p for p in new if p.requires_grad == is_trained]
+            num_bytes = [p.numel() * p.element_size() for p in some]
+            pieces = divide(num_bytes, [num_rows(p.shape) for p in some], loads, cuts=cuts)
+            self._pieces.update(zip(some, pieces, strict=True))
         inner_groups = []
         for group in groups:
             self._agreement.add(group, self._pieces)

@@ -583,16 +583,23 @@ def test_one_replica_is_the_optimizer_itself() -> None:
     )
 
 
-def memory_of_state() -> int:
+def memory_of_state(num_frozen: int) -> list[int]:
+    """Elements of this rank's state, before and after the first layers thaw."""
     model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(6)))
+    model[:num_frozen].requires_grad_(False)
     optimizer = ShardedOptimizer(torch.optim.Adam, model.parameters(), Communicator(dist.group.WORLD))
-    give_gradients(model, 0)
-    optimizer.step()
-    return sum(value.numel() for state in optimizer.state.values() for value in state.values() if value.dim())
+    numels = []
+    for step in range(2):
+        give_gradients(model, step)
+        optimizer.step()
+        numels.append(sum(x.numel() for state in optimizer.state.values() for x in state.values() if x.dim()))
+        model.requires_grad_(True)
+    return numels
 
 
-def test_each_replica_has_its_share_of_the_state(ranks: RankPool) -> None:
-    assert ranks.run(memory_of_state, 3) == [2 * 200] * 3
+@pytest.mark.parametrize(("num_frozen", "numels"), [(0, [400, 400]), (3, [200, 400])])
+def test_each_replica_has_its_share_of_the_state(ranks: RankPool, num_frozen: int, numels: list[int]) -> None:
+    assert ranks.run(memory_of_state, 3, num_frozen) == [numels] * 3
 
 
 # Mutations: each breaks one promise, and the comparison of every bit must go red.
