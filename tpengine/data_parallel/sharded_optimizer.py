@@ -125,6 +125,7 @@ class ShardedOptimizer(Optimizer):
         self._pieces: dict[Tensor, list[Piece]] = {}
         self._agreement = StepAgreement(optimizer_class, replicas, masters=masters)
         self._own: list[_Own] = []
+        self._num_steps = 0
         # Whether the class's own step writes options; None before the first step.
         self._writes: bool | None = None
         # The class itself says what it refuses, and what its defaults are, on all ranks alike.
@@ -191,6 +192,7 @@ class ShardedOptimizer(Optimizer):
             _take_back(own)
         self._take_written_options(before)
         self._show_state()
+        self._num_steps += 1
         # Send: to each replica what the others own.
         if self._replicas.size > 1:
             send_updates(self._owned_by_rank(), self._replicas, self._bucket_bytes)
@@ -204,6 +206,7 @@ class ShardedOptimizer(Optimizer):
         part: dict[str, Any] = super().state_dict()
         number_of = numbers_of(self.param_groups)
         part["sharding"] = {
+            "steps": self._num_steps,
             "rows": {number_of[own.parameter]: [own.piece.start, own.piece.stop] for own in self._own},
             "shapes": {number: list(self._agreement.shape_of(parameter)) for parameter, number in number_of.items()},
             "masters": {number_of[own.parameter]: own.updated.detach() for own in self._own if own.is_master},
@@ -222,8 +225,8 @@ class ShardedOptimizer(Optimizer):
                 class itself, without masters.
 
         Raises:
-            ValueError: parts are missing, overlap, or are of another model or optimizer; they have masters, and this
-                has none.
+            ValueError: parts are missing, overlap, are of different steps, or are of another model or optimizer; they
+                have masters, and this has none.
         """
         inner = self._inner
         assert inner is not None
@@ -252,6 +255,7 @@ class ShardedOptimizer(Optimizer):
         for own, _, master in states:
             if master is not None:
                 own.updated.detach().copy_(master)
+        self._num_steps = saved.num_steps
         self._show_state()
 
     def _take(self, groups: Sequence[dict[str, Any]]) -> None:
