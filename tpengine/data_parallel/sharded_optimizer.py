@@ -94,7 +94,8 @@ class ShardedOptimizer(Optimizer):
 
     A parameter whose `.grad` is None is not updated, as in torch; the owner's `.grad` decides. Frozen parameters are
     not sent.
-    torch.amp.GradScaler: an overflow on one rank skips the step on all, and halves the scale of all.
+    torch.amp.GradScaler: an overflow on one rank skips the step on all, and halves the scale of all. Torch's
+        `unscale_` refuses float16 gradients, with masters too: leave it out, and clip with max_norm * the scale.
     Order: `step` is collective, load_state_dict and add_param_group are not, but all ranks must call them alike.
     Cost: of d replicas each updates 1/d, and receives (d-1)/d of the weights. With masters one pass over them more.
         Each step begins with an exchange of 24 bytes, which the CPU waits for.

@@ -147,7 +147,8 @@ class StepAgreement:
                 if is_scaled and grad.dtype is torch.float16 and not self._masters:
                     return (
                         "float16 gradients vanish when they are unscaled: GradScaler with float16 weights: pass "
-                        "masters=True, or keep float32 weights under autocast"
+                        "masters=True, without unscale_ (clip with max_norm * scaler.get_scale()), or keep float32 "
+                        "weights under autocast"
                     )
         return ""
 
