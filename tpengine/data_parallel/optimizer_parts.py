@@ -1,7 +1,8 @@
 """The parts of a ShardedOptimizer's state, as each replica has saved its own, for any other number of replicas.
 
     part = {"state": {number: {...}}, "param_groups": [...],                     as torch.optim.Optimizer has them
-            "sharding": {"rows": {number: [start, stop]}, "shapes": {number: [...]}, "masters": {number: tensor}}}
+            "sharding": {"steps": number of steps, "rows": {number: [start, stop]}, "shapes": {number: [...]},
+                         "masters": {number: tensor}}}
 
 Numbers are those of torch: parameters in the order of their groups. A state dict of torch's own, without "sharding", is
 a part that holds everything.
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tpengine.data_parallel.param_groups import options_of, words_of
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,10 @@ class SavedParts:
 
     Attributes:
         param_groups: options of the groups, as saved.
+        num_steps: that the optimizer had done; 0 if the parts do not say.
 
     Raises:
-        ValueError: parts are missing, overlap, or are of another model.
+        ValueError: parts are missing, overlap, are of different steps, or are of another model.
     """
 
     def __init__(
@@ -65,6 +69,8 @@ class SavedParts:
                         f"parts are of the model that they are loaded for: parameter {number} is {list(shape)} in a "
                         f"part, {list(shapes[number])} here: load those of this model"
                     )
+        _check_one_step(parts)
+        self.num_steps: int = parts[0].get("sharding", {}).get("steps", 0)
         self._shapes = shapes
         self._saved: dict[int, list[_Saved]] = {number: [] for number in shapes}
         for part in parts:
@@ -114,6 +120,20 @@ class SavedParts:
                 "one step"
             )
         return first
+
+
+def _check_one_step(parts: Sequence[Mapping[str, Any]]) -> None:
+    steps = [part.get("sharding", {}).get("steps", 0) for part in parts]
+    if any(step != steps[0] for step in steps):
+        raise ValueError(f"parts are of one step: got those of steps {steps}: pass the parts that were saved together")
+    words = [[words_of(options_of(group)) for group in part["param_groups"]] for part in parts]
+    for number, of_part in enumerate(words):
+        for i, (theirs, first) in enumerate(zip(of_part, words[0], strict=True)):
+            if theirs != first:
+                raise ValueError(
+                    f"parts are of one step: group {i} has '{theirs}' in part {number}, '{first}' in part 0: pass the "
+                    "parts that were saved together"
+                )
 
 
 def num_rows(shape: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 The largest tensor goes first, to the replica that owns least so far. A tensor that is larger than a share is cut along
 its rows first, if its optimizer works element by element: such a class cannot tell a part of a tensor from a tensor.
+Frozen tensors are divided in the same way by themselves: they have no state until they thaw.
 
 The decision a reader will question: which classes those are is a list of torch's own, compared by identity. A class of
 somebody else, and a subclass of one of these, may look at a tensor as a whole. It then gets whole tensors.

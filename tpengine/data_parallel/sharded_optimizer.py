@@ -3,7 +3,7 @@
 Replicas that have the same gradients would all compute the same update, and hold the same state for it. Here each
 updates the tensors that it owns, and sends them to the others:
 
-    agree     that all replicas have the same parameters; whether a GradScaler's overflow skips the step
+    agree     that all replicas step alike (step_agreement.py); whether a GradScaler's overflow skips the step
     update    an optimizer of the given class steps over the tensors of this rank
     send      updated tensors go to the other replicas (updates.py)
 
@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -34,12 +33,11 @@ from torch.optim import Optimizer
 from tpengine.data_parallel.optimizer_parts import SavedParts, num_rows
 from tpengine.data_parallel.overflow import agreed_overflow
 from tpengine.data_parallel.ownership import ELEMENTWISE, Piece, divide
+from tpengine.data_parallel.param_groups import numbers_of, options_of, words_of
+from tpengine.data_parallel.step_agreement import StepAgreement, needs_master, takes_part
 from tpengine.data_parallel.updates import send_updates
 from tpengine.distributed.agreement import check_same
 from tpengine.layers.collectives import Communicator
-
-# Of a group, what is no option.
-_NO_OPTIONS = ("params", "param_names")
 
 
 @dataclass(frozen=True)
@@ -83,21 +81,24 @@ class ShardedOptimizer(Optimizer):
 
     Attributes:
         param_groups: all parameters, on every rank. Options that are written here (schedulers do) act.
-        state: of the parameters that this rank owns, or owns rows of.
+        state: of the parameters that this rank owns, or owns rows of. What is cleared or written here acts.
 
     Raises:
         ValueError: a class that needs a closure; `replicas` is no Communicator. From `step`, on all replicas alike:
             they have different parameters or options; two parameters lie in one memory, so that each would overwrite
-            the other's update (one parameter under several names is fine); an option that the class's own step writes
-            comes out different on the replicas, since it is made of all tensors. Of float16 without masters under
-            GradScaler, as torch raises.
+            the other's update (one parameter under several names is fine); a parameter has been replaced in its group,
+            taken out of it, or has another shape; a gradient is sparse where the tensor is cut or the class takes none;
+            an option that the class's own step writes comes out different on the replicas, since it is made of all
+            tensors. Of float16 without masters under GradScaler, as torch raises.
         TypeError: a copy or a pickle is asked for.
 
     A parameter whose `.grad` is None is not updated, as in torch; the owner's `.grad` decides. Frozen parameters are
     not sent.
-    torch.amp.GradScaler: an overflow on one rank skips the step on all, and halves the scale of all.
+    torch.amp.GradScaler: an overflow on one rank skips the step on all, and halves the scale of all. Torch's
+        `unscale_` refuses float16 gradients, with masters too: leave it out, and clip with max_norm * the scale.
     Order: `step` is collective, load_state_dict and add_param_group are not, but all ranks must call them alike.
     Cost: of d replicas each updates 1/d, and receives (d-1)/d of the weights. With masters one pass over them more.
+        Each step begins with an exchange of 24 bytes, which the CPU waits for.
     Memory per weight: the class's state / d, with `masters` and their 4 bytes / d. A tensor that is not cut may be
         larger than a share: ownership.py.
     """
@@ -121,12 +122,11 @@ class ShardedOptimizer(Optimizer):
         self._replicas, self._bucket_bytes = replicas, bucket_bytes
         self._axes = [ranks for ranks in (replicas, tp, pp) if ranks is not None]
         self._inner: Optimizer | None = None
-        self._loads = [0] * replicas.size
+        self._loads, self._frozen_loads = [0] * replicas.size, [0] * replicas.size
         self._pieces: dict[Tensor, list[Piece]] = {}
-        self._shapes: dict[Tensor, torch.Size] = {}
+        self._agreement = StepAgreement(optimizer_class, replicas, masters=masters)
         self._own: list[_Own] = []
-        self._seen: list[Any] = []
-        self._agreed: list[str] = []
+        self._num_steps = 0
         # Whether the class's own step writes options; None before the first step.
         self._writes: bool | None = None
         # The class itself says what it refuses, and what its defaults are, on all ranks alike.
@@ -149,6 +149,7 @@ class ShardedOptimizer(Optimizer):
         """Add a group, as in torch; its tensors go to the replicas that own least."""
         super().add_param_group(param_group)
         if self._inner is not None:
+            self._take_state()
             self._take([self.param_groups[-1]])
 
     @torch.no_grad()
@@ -168,7 +169,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # Agree: that all have the same, and whether this step is skipped.
-        self._check_parameters()
+        self._agreement.check(self.param_groups, is_scaled=grad_scaler is not None)
         inverse = None
         if grad_scaler is not None:
             overflow, inverse = agreed_overflow(self, grad_scaler, self._axes)
@@ -181,9 +182,10 @@ class ShardedOptimizer(Optimizer):
             )
         self._unscale(inverse)
         # Update: what this rank owns.
-        before = [_options_of(group) for group in self.param_groups]
+        before = [options_of(group) for group in self.param_groups]
         for options, group in zip(before, inner.param_groups, strict=True):
             group.update(options)
+        self._take_state()
         for own in self._own:
             _give(own, inverse)
         inner.step()
@@ -191,6 +193,7 @@ class ShardedOptimizer(Optimizer):
             _take_back(own)
         self._take_written_options(before)
         self._show_state()
+        self._num_steps += 1
         # Send: to each replica what the others own.
         if self._replicas.size > 1:
             send_updates(self._owned_by_rank(), self._replicas, self._bucket_bytes)
@@ -201,12 +204,12 @@ class ShardedOptimizer(Optimizer):
 
         With one replica it is what the class itself returns, and `sharding`, which torch's load_state_dict leaves out.
         """
-        self._show_state()
         part: dict[str, Any] = super().state_dict()
-        number_of = _numbers_of(self.param_groups)
+        number_of = numbers_of(self.param_groups)
         part["sharding"] = {
+            "steps": self._num_steps,
             "rows": {number_of[own.parameter]: [own.piece.start, own.piece.stop] for own in self._own},
-            "shapes": {number: list(self._shapes[parameter]) for parameter, number in number_of.items()},
+            "shapes": {number: list(self._agreement.shape_of(parameter)) for parameter, number in number_of.items()},
             "masters": {number_of[own.parameter]: own.updated.detach() for own in self._own if own.is_master},
         }
         return part
@@ -223,14 +226,14 @@ class ShardedOptimizer(Optimizer):
                 class itself, without masters.
 
         Raises:
-            ValueError: parts are missing, overlap, or are of another model or optimizer; they have masters, and this
-                has none.
+            ValueError: parts are missing, overlap, are of different steps, or are of another model or optimizer; they
+                have masters, and this has none.
         """
         inner = self._inner
         assert inner is not None
         parts = [state_dict] if isinstance(state_dict, Mapping) else list(state_dict)
-        number_of = _numbers_of(self.param_groups)
-        shapes = {number: list(self._shapes[parameter]) for parameter, number in number_of.items()}
+        number_of = numbers_of(self.param_groups)
+        shapes = {number: list(self._agreement.shape_of(parameter)) for parameter, number in number_of.items()}
         saved = SavedParts(parts, shapes, [[number_of[p] for p in group["params"]] for group in self.param_groups])
         # Cut, for each tensor of this rank, what the parts have of it.
         states = []
@@ -245,33 +248,37 @@ class ShardedOptimizer(Optimizer):
         # The groups here, and the state in the class's own way, which casts it.
         super().load_state_dict({"state": {}, "param_groups": saved.param_groups})
         for outer, group in zip(self.param_groups, inner.param_groups, strict=True):
-            group.update(_options_of(outer))
+            group.update(options_of(outer))
         packed = inner.state_dict()
-        inner_numbers = _numbers_of(inner.param_groups)
+        inner_numbers = numbers_of(inner.param_groups)
         packed["state"] = {inner_numbers[own.updated]: state for own, state, _ in states if state}
         inner.load_state_dict(packed)
         for own, _, master in states:
             if master is not None:
                 own.updated.detach().copy_(master)
+        self._num_steps = saved.num_steps
         self._show_state()
 
     def _take(self, groups: Sequence[dict[str, Any]]) -> None:
         """Divide the parameters of new groups, and give those of this rank to the inner optimizer."""
         new = list(dict.fromkeys(parameter for group in groups for parameter in group["params"]))
-        # What is frozen has no state.
-        num_bytes = [p.numel() * p.element_size() if p.requires_grad else 0 for p in new]
-        pieces = divide(num_bytes, [num_rows(p.shape) for p in new], self._loads, cuts=self._class in ELEMENTWISE)
-        self._pieces.update(zip(new, pieces, strict=True))
-        self._shapes.update((p, p.shape) for p in new)
+        cuts = self._class in ELEMENTWISE
+        # What is frozen has no state yet. Balance it by itself: it may thaw, and must not unbalance what is trained.
+        for is_trained, loads in ((True, self._loads), (False, self._frozen_loads)):
+            some = [p for p in new if p.requires_grad == is_trained]
+            num_bytes = [p.numel() * p.element_size() for p in some]
+            pieces = divide(num_bytes, [num_rows(p.shape) for p in some], loads, cuts=cuts)
+            self._pieces.update(zip(some, pieces, strict=True))
         inner_groups = []
         for group in groups:
+            self._agreement.add(group, self._pieces)
             mine = []
             for parameter in dict.fromkeys(group["params"]):
                 for piece in self._pieces[parameter]:
                     if piece.owner == self._replicas.rank:
                         mine.append(_own_of(parameter, piece, masters=self._masters))
             self._own += mine
-            inner_groups.append({**_options_of(group), "params": [own.updated for own in mine]})
+            inner_groups.append({**options_of(group), "params": [own.updated for own in mine]})
         if self._inner is None:
             self._inner = self._class(inner_groups, **self._options)
         else:
@@ -283,62 +290,13 @@ class ShardedOptimizer(Optimizer):
     def _device(self) -> torch.device:
         return next(iter(self._pieces)).device
 
-    def _check_parameters(self) -> None:
-        """Make sure that all replicas have the same parameters, if any is another than at the last step.
-
-        Raises:
-            ValueError: on all replicas: they differ. Two parameters have one memory, or one another shape.
-        """
-        seen = [(p.data_ptr(), p.shape, p.stride(), p.dtype, p.device, _takes_part(p)) for p in self._pieces]
-        if seen == self._seen:
-            return
-        lines = list(self._described())
-        if lines != self._agreed:
-            check_same(
-                lines,
-                self._device,
-                self._replicas,
-                rule="replicas update the same parameters alike",
-                remedy="make the optimizer, and change its groups, alike on every replica",
-            )
-        _check_memory([p for p in self._pieces if _takes_part(p)])
-        for own in self._own:
-            if own.updated is not own.parameter and own.parameter.shape != self._shapes[own.parameter]:
-                raise ValueError(
-                    f"a parameter keeps its shape: {list(self._shapes[own.parameter])} has become "
-                    f"{list(own.parameter.shape)}: make a new ShardedOptimizer"
-                )
-            if own.is_master != _needs_master(own.parameter, masters=self._masters) and not own.is_master:
-                raise ValueError(
-                    f"masters are made with the optimizer: a parameter has become {own.parameter.dtype} since: make a "
-                    "new ShardedOptimizer"
-                )
-        self._agreed, self._seen = lines, seen
-
-    def _described(self) -> Iterator[str]:
-        """Yield what all replicas must have alike."""
-        yield f"optimizer {self._class.__module__}.{self._class.__qualname__} masters {self._masters}"
-        for i, group in enumerate(self.param_groups):
-            yield f"group {i} " + _words_of(_options_of(group))
-            for j, p in enumerate(group["params"]):
-                name = group["param_names"][j] if "param_names" in group else j
-                sent = "sent" if _takes_part(p) else "frozen"
-                yield f"group {i} parameter {name} {list(p.shape)} strides {list(p.stride())} {p.dtype} {sent}"
-
     def _unscale(self, inverse: Tensor | None) -> None:
         """Divide gradients by the loss scale, as GradScaler does; masters take float16's in float32."""
         if inverse is None:
             return
         for parameter in self._pieces:
-            if parameter.grad is None:
-                continue
-            if parameter.grad.dtype is not torch.float16:
+            if parameter.grad is not None and parameter.grad.dtype is not torch.float16:
                 parameter.grad.mul_(inverse.to(parameter.grad.device))
-            elif not self._masters:
-                raise ValueError(
-                    "float16 gradients vanish when they are unscaled: GradScaler with float16 weights: pass "
-                    "masters=True, or keep float32 weights under autocast"
-                )
 
     def _take_written_options(self, before: Sequence[Mapping[str, Any]]) -> None:
         """Take over options that the class's step has written; all replicas must have come to the same.
@@ -351,14 +309,14 @@ class ShardedOptimizer(Optimizer):
         for i, (outer, options, group) in enumerate(
             zip(self.param_groups, before, self._inner.param_groups, strict=True)
         ):
-            for key, value in _options_of(group).items():
+            for key, value in options_of(group).items():
                 if key not in options or value is not options[key]:
                     outer[key] = value
                     written[f"{i} {key}"] = value
         # A class that writes some does so at its first step.
         if self._writes is None or self._writes:
             check_same(
-                [f"option {_words_of(written)}"],
+                [f"option {words_of(written)}"],
                 self._device,
                 self._replicas,
                 rule="an option that a step writes must not depend on which tensors a replica owns",
@@ -366,6 +324,15 @@ class ShardedOptimizer(Optimizer):
             )
         if self._writes is None:
             self._writes = bool(written)
+
+    def _take_state(self) -> None:
+        """Let the inner optimizer have the state that is shown: the user may have cleared or written it."""
+        assert self._inner is not None
+        for own in self._own:
+            if own.parameter in self.state:
+                self._inner.state[own.updated] = self.state[own.parameter]
+            else:
+                self._inner.state.pop(own.updated, None)
 
     def _show_state(self) -> None:
         """Show the state of this rank's tensors under the user's parameters."""
@@ -380,7 +347,7 @@ class ShardedOptimizer(Optimizer):
         """Return, by rank, the tensors or rows that it owns, as they lie now."""
         owned: list[list[Tensor]] = [[] for _ in range(self._replicas.size)]
         for parameter, pieces in self._pieces.items():
-            if _takes_part(parameter):
+            if takes_part(parameter):
                 for piece in pieces:
                     owned[piece.owner].append(_rows(parameter.detach(), piece))
         return owned
@@ -409,7 +376,7 @@ def _check_arguments(optimizer_class: type[Optimizer], replicas: Communicator, b
 def _own_of(parameter: Tensor, piece: Piece, *, masters: bool) -> _Own:
     """Return what the inner optimizer is given of a parameter."""
     rows = _rows(parameter.detach(), piece)
-    if _needs_master(parameter, masters=masters):
+    if needs_master(parameter, masters=masters):
         return _Own(parameter, piece, Parameter(rows.float(), parameter.requires_grad), True)
     if len(rows.shape) and rows.shape != parameter.shape:
         return _Own(parameter, piece, Parameter(rows, parameter.requires_grad), False)
@@ -448,39 +415,3 @@ def _take_back(own: _Own) -> None:
 
 def _rows(tensor: Tensor, piece: Piece) -> Tensor:
     return tensor[piece.start : piece.stop] if tensor.dim() else tensor
-
-
-def _needs_master(parameter: Tensor, *, masters: bool) -> bool:
-    return masters and parameter.dtype.is_floating_point and parameter.dtype.itemsize < torch.float32.itemsize
-
-
-def _takes_part(parameter: Tensor) -> bool:
-    """Return whether a parameter may be updated, so that its owner sends it."""
-    return parameter.requires_grad or parameter.grad is not None
-
-
-def _check_memory(parameters: Sequence[Tensor]) -> None:
-    first: dict[int, Tensor] = {}
-    for parameter in parameters:
-        if parameter.numel() and first.setdefault(parameter.data_ptr(), parameter) is not parameter:
-            raise ValueError(
-                f"each parameter has memory of its own: two of {list(first[parameter.data_ptr()].shape)} and "
-                f"{list(parameter.shape)} begin at the same place: tie them as one: module.weight = other.weight"
-            )
-
-
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NO_OPTIONS}
-
-
-def _words_of(options: Mapping[str, Any]) -> str:
-    words = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options.items()}
-    return ", ".join(f"{key} {value!r}" for key, value in sorted(words.items()))
-
-
-def _numbers_of(groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, int]:
-    """Return the numbers that torch's state dicts give to parameters."""
-    numbers: dict[Tensor, int] = {}
-    for number, parameter in enumerate(chain.from_iterable(group["params"] for group in groups)):
-        numbers.setdefault(parameter, number)
-    return numbers

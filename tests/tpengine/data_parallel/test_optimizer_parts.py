@@ -111,6 +111,19 @@ def test_parts_that_are_missing_overlap_or_are_of_another_model_are_refused() ->
     assert "parts of parameter 0 differ in step" in said_by([one, two], shapes, numbers)
 
 
+def test_parts_of_different_steps_are_refused() -> None:
+    """Of whole tensors nothing overlaps that could show it."""
+    shapes, numbers = {0: [4, 2], 1: [3]}, [[0, 1]]
+    one, two = parts()
+    one["sharding"]["steps"], two["sharding"]["steps"] = 1, 3
+    assert said_by([one, two], shapes, numbers).startswith("parts are of one step: got those of steps [1, 3]: pass")
+    one["sharding"]["steps"] = 3
+    assert said_by([one, two], shapes, numbers) == ""
+    assert SavedParts([one, two], shapes, numbers).num_steps == 3
+    two["param_groups"] = [{"lr": 0.5, "params": [0, 1]}]
+    assert "group 0 has 'lr 0.5' in part 1, 'lr 1.0' in part 0" in said_by([one, two], shapes, numbers)
+
+
 def test_rows_are_cut_and_joined() -> None:
     one, two = parts()
     two["state"][0]["m"] += torch.tensor([[1.0], [2.0]])

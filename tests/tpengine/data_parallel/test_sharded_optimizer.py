@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +166,23 @@ def change_rates(model: nn.Module, optimizer: Optimizer, step: int) -> None:
     optimizer.param_groups[-1]["weight_decay"] = 0.2
 
 
+def assign_no_state(_: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 2:
+        optimizer.state = defaultdict(dict)
+
+
+def clear_state(_: nn.Module, optimizer: Optimizer, step: int) -> None:
+    if step == 2:
+        optimizer.state.clear()
+        assert not optimizer.state_dict()["state"]
+
+
+def write_state(_: nn.Module, optimizer: Optimizer, step: int) -> None:
+    for state in optimizer.state.values():
+        if state:
+            state["exp_avg"] = 0.5 * state["exp_avg"]
+
+
 def copy_the_model(model: nn.Module, _: Optimizer, step: int) -> None:
     ema = copy.deepcopy(model)
     ema.load_state_dict(pickle.loads(pickle.dumps(ema)).state_dict())
@@ -183,6 +201,9 @@ CHANGES = {
         freeze_and_thaw,
         add_a_group,
         change_rates,
+        assign_no_state,
+        clear_state,
+        write_state,
         copy_the_model,
     )
 }
@@ -425,6 +446,100 @@ def test_what_cannot_be_right_is_refused_on_all_ranks(ranks: RankPool) -> None:
         assert said["counts"] == ""
 
 
+# What one rank alone does, or what is done to the parameters behind the optimizer's back.
+
+
+def replace(model: nn.Sequential, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["params"][3] = nn.Parameter(model[2].bias.detach().clone())
+
+
+def take_out(_: nn.Sequential, optimizer: Optimizer) -> None:
+    del optimizer.param_groups[0]["params"][3]
+
+
+def append_a_group(_: nn.Sequential, optimizer: Optimizer) -> None:
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [nn.Parameter(torch.ones(2))]})
+
+
+def grow(model: nn.Sequential, _: Optimizer) -> None:
+    model[3].bias.data = torch.ones(3)
+
+
+def raise_the_rate(_: nn.Sequential, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def share_memory(model: nn.Sequential, _: Optimizer) -> None:
+    model[3].bias.data = model[2].bias.data[:2]
+
+
+def make_sparse(model: nn.Sequential, _: Optimizer) -> None:
+    model[2].weight.grad = model[2].weight.grad.to_sparse()
+
+
+def move_there_and_back(model: nn.Sequential, _: Optimizer) -> None:
+    model.double()
+    model.float()
+
+
+def change_one_step(change: Callable[[nn.Sequential, Optimizer], None], where: list[int]) -> tuple[str, list[str]]:
+    """Do something on some ranks before the second step, and say what it raises; the rates change at every step."""
+    replicas = Communicator(dist.group.WORLD)
+    mine, wanted = small(), small()
+    optimizer = ShardedOptimizer(torch.optim.SGD, mine.parameters(), replicas, lr=0.1)
+    reference = torch.optim.SGD(wanted.parameters(), lr=0.1)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, reference)]
+    said = ""
+    for step in range(3):
+        for model, one, scheduler in zip((mine, wanted), (optimizer, reference), schedulers, strict=True):
+            give_gradients(model, step)
+            if step == 1 and one is optimizer and replicas.rank in where:
+                change(mine, optimizer)
+            said = said or said_by(one.step)
+            scheduler.step()
+        if said:
+            return said, []
+    return said, differing(mine, wanted)
+
+
+ON_ONE = "ValueError: replicas update the same parameters alike: ranks [1] differ from rank 0, rank 1 has "
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "beginning"),
+    [
+        (replace, [0, 1], "ValueError: groups change by add_param_group: of group 0's 6 parameters 5 are left among 6"),
+        (replace, [1], ON_ONE + "'groups change by add_param_group"),
+        (
+            take_out,
+            [0, 1],
+            "ValueError: groups change by add_param_group: of group 0's 6 parameters 5 are left",
+        ),
+        (take_out, [1], ON_ONE + "'group 0 parameter 3 [2, 60]"),
+        (append_a_group, [0, 1], "ValueError: groups change by add_param_group: 1 groups have become 2"),
+        (grow, [0, 1], "ValueError: a parameter keeps its shape: [2] has become [3]"),
+        (grow, [1], ON_ONE + "'group 0 parameter 5 [3]"),
+        (raise_the_rate, [1], ON_ONE + "'group 0 dampening 0"),
+        (share_memory, [1], ON_ONE + "'each parameter has memory of its own"),
+        (
+            make_sparse,
+            [0, 1],
+            "ValueError: SGD over replicas takes dense gradients: a parameter of [60, 8] has",
+        ),
+        (make_sparse, [1], ON_ONE + "'SGD over replicas takes dense gradients"),
+    ],
+)
+def test_a_step_that_ranks_do_not_do_alike_is_refused_on_all(
+    ranks: RankPool, change: Callable[[nn.Sequential, Optimizer], None], where: list[int], beginning: str
+) -> None:
+    said = [said for said, _ in ranks.run(change_one_step, 2, change, where)]
+    assert said[0] == said[1] and said[0].startswith(beginning) and "\n" not in said[0], said
+
+
+def test_a_rank_that_moves_its_model_steps_with_the_others(ranks: RankPool) -> None:
+    assert ranks.run(change_one_step, 2, move_there_and_back, [0]) == [("", [])] * 2
+
+
 def calls() -> tuple[list[str], float | None]:
     model, events = small(), []
     optimizer = ShardedOptimizer(torch.optim.SGD, model.named_parameters(), Communicator(dist.group.WORLD), lr=0.1)
@@ -468,16 +583,23 @@ def test_one_replica_is_the_optimizer_itself() -> None:
     )
 
 
-def memory_of_state() -> int:
+def memory_of_state(num_frozen: int) -> list[int]:
+    """Elements of this rank's state, before and after the first layers thaw."""
     model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(6)))
+    model[:num_frozen].requires_grad_(False)
     optimizer = ShardedOptimizer(torch.optim.Adam, model.parameters(), Communicator(dist.group.WORLD))
-    give_gradients(model, 0)
-    optimizer.step()
-    return sum(value.numel() for state in optimizer.state.values() for value in state.values() if value.dim())
+    numels = []
+    for step in range(2):
+        give_gradients(model, step)
+        optimizer.step()
+        numels.append(sum(x.numel() for state in optimizer.state.values() for x in state.values() if x.dim()))
+        model.requires_grad_(True)
+    return numels
 
 
-def test_each_replica_has_its_share_of_the_state(ranks: RankPool) -> None:
-    assert ranks.run(memory_of_state, 3) == [2 * 200] * 3
+@pytest.mark.parametrize(("num_frozen", "numels"), [(0, [400, 400]), (3, [200, 400])])
+def test_each_replica_has_its_share_of_the_state(ranks: RankPool, num_frozen: int, numels: list[int]) -> None:
+    assert ranks.run(memory_of_state, 3, num_frozen) == [numels] * 3
 
 
 # Mutations: each breaks one promise, and the comparison of every bit must go red.
@@ -491,7 +613,7 @@ def run_mutation(name: str) -> list[str]:
         if name == "nothing is sent":
             patch.setattr(module, "send_updates", lambda *_: None)
         if name == "options are not passed on":
-            patch.setattr(module, "_options_of", lambda group: {})
+            patch.setattr(module, "options_of", lambda group: {})
         mine, wanted = small(), small()
         optimizer = ShardedOptimizer(torch.optim.SGD, mine.parameters(), replicas, lr=0.1)
         reference = torch.optim.SGD(wanted.parameters(), lr=0.1)
