@@ -22,6 +22,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import nn
 from torch.nn import Parameter
+from torch.nn.utils import parametrize
 
 from tpengine.layers.collectives import Communicator, ShardCommunicator
 
@@ -133,10 +134,12 @@ def placements_of(model: nn.Module) -> dict[Parameter, Placement]:
         ValueError: two modules share a parameter and say different things of it.
     """
     found: dict[Parameter, tuple[str, Placement]] = {}
+    originals = _of_originals(model)
     for prefix, module in model.named_modules():
         said = module.tp_placements() if isinstance(module, SaysPlacements) else {}
         for name, parameter in module.named_parameters(recurse=False):
-            placement = said.get(name) or vars(parameter).get(_ON_PARAMETER) or vars(module).get(_ON_MODULE)
+            told = said.get(name) or originals.get(parameter)
+            placement = told or vars(parameter).get(_ON_PARAMETER) or vars(module).get(_ON_MODULE)
             if placement is None:
                 continue
             full = f"{prefix}.{name}" if prefix else name
@@ -147,6 +150,36 @@ def placements_of(model: nn.Module) -> dict[Parameter, Placement]:
                     "share it between layers that hold it alike"
                 )
     return {parameter: placement for parameter, (_, placement) in found.items()}
+
+
+def _of_originals(model: nn.Module) -> dict[Parameter, Placement]:
+    """Return how the tensors lie that parametrizations compute layers' parameters from: as the parameters would.
+
+    The gradient reaches them through the layer's own sum. Those that a parametrization gives another shape, or cuts in
+    several (weight_norm), are left out.
+    """
+    found = {}
+    for module in model.modules():
+        if not (isinstance(module, SaysPlacements) and parametrize.is_parametrized(module)):
+            continue
+        said = module.tp_placements()
+        for name, computed in _parametrizations(module).items():
+            original = getattr(computed, "original", None)
+            # One that is not "unsafe" keeps the shape.
+            if name in said and isinstance(original, Parameter) and not getattr(computed, "unsafe", True):
+                found[original] = said[name]
+    return found
+
+
+def parametrizations_parameters(model: nn.Module) -> set[Parameter]:
+    """Return what parametrizations of layers that say how they lie hold: originals, and parameters of their own."""
+    parametrized = [m for m in model.modules() if isinstance(m, SaysPlacements) and parametrize.is_parametrized(m)]
+    lists = [computed for module in parametrized for computed in _parametrizations(module).values()]
+    return {parameter for computed in lists for parameter in computed.parameters()}
+
+
+def _parametrizations(module: nn.Module) -> Mapping[str, nn.Module]:
+    return dict(module.get_submodule("parametrizations").named_children())
 
 
 def real(ranks: Communicator) -> Communicator:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 from tpengine.data_parallel import DataParallel
 from tpengine.layers import (
@@ -327,3 +328,46 @@ def test_what_is_whole_starts_equal_on_all_ranks_also_from_the_meta_device(ranks
     for name, (value, gradient) in first.items():
         assert torch.equal(value, second[name][0]) and torch.equal(gradient, second[name][1]), name
         assert value.std() > 0.1 and gradient.abs().max() > 0
+
+
+class Doubled(nn.Module):
+    """2 w."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def check_parametrized_layers() -> None:
+    """A computed weight's original lies as the weight: nothing overwrites it, sums it again, or counts it twice."""
+    tp = Communicator(dist.group.WORLD)
+    grads, norms = [], []
+    for is_computed in (False, True):
+        torch.manual_seed(tp.rank)
+        model = nn.Sequential(RMSNorm(DIM, tp, dtype=DTYPE), SwiGLU(DIM, WIDE, tp, dtype=DTYPE))
+        parts: tuple[Any, ...] = (model[0], model[1].gate_proj)
+        for layer in parts:
+            if is_computed:
+                parametrize.register_parametrization(layer, "weight", Doubled())
+            else:
+                layer.weight.data.mul_(2)
+        before = [p.detach().clone() for p in model.parameters()]
+        check_replicated(replicate(model, tp), tp)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+        model(numbers(TOKENS, DIM, seed=tp.rank)).square().sum().backward()
+        found = [layer.parametrizations.weight.original if is_computed else layer.weight for layer in parts]
+        for parameter in found if not is_computed else ():
+            parameter.grad *= 2
+        grads.append([parameter.grad for parameter in found])
+        norms.append(clip_grad_norm_(model, 1e9, tp))
+    torch.testing.assert_close(grads[1], grads[0])
+    torch.testing.assert_close(norms[1], norms[0])
+    parametrizations.weight_norm(model[1].up_proj)
+    for check in (replicate, check_replicated):
+        with pytest.raises(ValueError, match=r"original0.*tpengine\.layers\.sharded") as error:
+            check(model, tp)
+        assert "replicate(" not in str(error.value)
+    check_replicated(sharded(model, tp), tp)
+
+
+def test_parametrized_layers_lie_as_without(ranks: RankPool) -> None:
+    ranks.run(check_parametrized_layers, 2)

@@ -24,6 +24,7 @@ from tpengine.layers.placement import (
     Placement,
     SummedBy,
     cut,
+    parametrizations_parameters,
     placements_of,
     real,
     say_of_module,
@@ -60,7 +61,8 @@ def replicate(module: _Module, tp: Communicator) -> _Module:
         The module itself.
 
     Raises:
-        ValueError: a layer of this package inside the module was made over other ranks.
+        ValueError: a layer of this package inside the module was made over other ranks, or has a parametrization with
+            parameters of which nothing says how they lie.
         RuntimeError: from backward, with create_graph: the sum is differentiable once.
 
     Cost: one all-reduce per parameter and backward pass, of the gradient's size, in the order of backward.
@@ -68,6 +70,7 @@ def replicate(module: _Module, tp: Communicator) -> _Module:
     if tp.size == 1:
         return module
     placed = placements_of(module)
+    _refuse_untold(module, placed, tp.size)
     for name, parameter in module.named_parameters():
         if parameter in placed and placed[parameter].num_ranks != tp.size:
             raise ValueError(
@@ -171,6 +174,7 @@ def refuse_unsummed(model: nn.Module, placed: Mapping[Parameter, Placement], num
     """
     if num_ranks == 1:
         return
+    _refuse_untold(model, placed, num_ranks)
     unsummed = []
     for name, parameter in model.named_parameters():
         if parameter in placed and placed[parameter].num_ranks > 1:
@@ -188,6 +192,22 @@ def refuse_unsummed(model: nn.Module, placed: Mapping[Parameter, Placement], num
         "tpengine's own with tp, or say by tpengine.layers.sharded(module, tp) that each rank holds its own part, by "
         "summed(module, tp) that the module sums by itself"
     )
+
+
+def _refuse_untold(model: nn.Module, placed: Mapping[Parameter, Placement], num_ranks: int) -> None:
+    """Refuse what a parametrization of a parallel layer trains, if nobody can tell whether it is cut or whole."""
+    computing = parametrizations_parameters(model)
+    untold = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter in computing and parameter not in placed and parameter.requires_grad
+    ]
+    if untold:
+        raise ValueError(
+            f"a parametrization of a tensor-parallel layer must say how its parameters lie: tp {num_ranks}, nothing "
+            f"says it of {', '.join(untold[:_MOST_NAMES])}: its gradient is the layer's already: say by "
+            "tpengine.layers.sharded(layer, tp) that each rank holds its own part"
+        )
 
 
 def _watch(parameter: Parameter, model: nn.Module, num_ranks: int) -> None:
