@@ -274,7 +274,7 @@ def test_a_rival_that_is_less_exact_is_timed_and_said_to_be(
     ("arguments", "message"),
     [
         ("--op norn", "--op must be of norm, rope, .*: got 'norn': use norm"),
-        ("--models llama3_7b", "--models must be of .*: got 'llama3_7b': use llama3_70b"),
+        ("--models llama3_7b", "--models must be of .*: got 'llama3_7b': use one of these"),
         ("--rivals ligr", "--rivals must be of .*: got 'ligr': use liger"),
         (
             "--op attention --models llama3_8b --seqs 8 --cases atention",

@@ -164,7 +164,7 @@ def test_the_fastest_matmul_and_the_faster_serial_are_the_bars() -> None:
         ("--device cuda --virtual-ranks 0", "--virtual-ranks must be at least 1: got 0: use 4"),
         ("--device cuda --virtual-ranks 9", "--virtual-ranks must be 2 to 8, which share a GPU: got 9: use 8"),
         ("--device cuda --virtual-ranks 1", "--virtual-ranks must be 2 to 8, which share a GPU: got 1: use 2"),
-        ("--device cuda --models llama3_80b", "got 'llama3_80b': use llama3_8"),
+        ("--device cuda --models llama3_80b", "got 'llama3_80b': use one of these"),
         ("--device cuda --hidden 8", "--hidden means nothing on a GPU: got 8: leave it out, or use --device cpu"),
         ("--device cuda --tp 4", "--tp means nothing on a GPU: got 4"),
         ("--device cpu --virtual-ranks 2", "--virtual-ranks means nothing on a CPU: got 2"),
