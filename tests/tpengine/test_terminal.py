@@ -45,7 +45,8 @@ LLAMA = {
 }
 MACHINE = f"format = 1\n{json.dumps(EVIL)} = 1"
 # A part of EVIL, as it is shown: a message may cut what is long.
-SHOWN = (r"mark\x1b]0;owned", r"mark\\x1b]0;owned", r"mark\u001b]0;owned", r"mark\\u001b]0;owned")
+# The last is that of a value of config.json, which is cut to a length.
+SHOWN = (r"mark\x1b]0;owned", r"mark\\x1b]0;owned", r"mark\u001b]0;owned", r"mark\\u001b]0;owned", r"mark\x1b]0;o...")
 
 
 def model(path: Path, header: dict[str, Any] | None = None, **entries: Any) -> list[str]:
@@ -142,18 +143,18 @@ CASES: dict[str, Callable[[Path], list[str]]] = {
     "tokenizer.json": lambda path: tokenizer(path / "m"),
     "datatrove's metadata": lambda path: datatrove(path / "d"),
     "a token file": lambda path: written(path / "t", EVIL + "x" * 99, "data", "--check", "FILE"),
-    "TOML: a key": lambda path: written(path / "c.toml", f"{json.dumps(EVIL)} = 1", "schedule", "--config", "FILE"),
+    "TOML: a key": lambda path: written(path / "c.toml", f"{json.dumps(EVIL)} = 1", "schedule", "--model", "FILE"),
     "TOML: a value": lambda path: written(
-        path / "c.toml", f"[train]\nsteps = {json.dumps(EVIL)}", "schedule", "--config", "FILE"
+        path / "c.toml", f"[train]\nsteps = {json.dumps(EVIL)}", "schedule", "--model", "FILE"
     ),
     "TOML: a schedule": lambda path: written(
-        path / "c.toml", f"[parallel]\nschedule = {json.dumps(EVIL)}", "schedule", "--config", "FILE"
+        path / "c.toml", f"[parallel]\nschedule = {json.dumps(EVIL)}", "schedule", "--model", "FILE"
     ),
     "phases": lambda path: written(
-        path / "p.toml", f"[[phase]]\n{json.dumps(EVIL)} = 1", "schedule", "--preset", "tiny", "--phases", "FILE"
+        path / "p.toml", f"[[phase]]\n{json.dumps(EVIL)} = 1", "schedule", "--model", "tiny", "--phases", "FILE"
     ),
     "a schedule": lambda path: written(path / "s.txt", f"rank 0: {EVIL}\n", "schedule", "--schedule", "FILE"),
-    "a machine": lambda path: written(path / "m.toml", MACHINE, "schedule", "--preset", "tiny", "--machine", "FILE"),
+    "a machine": lambda path: written(path / "m.toml", MACHINE, "schedule", "--model", "tiny", "--machine", "FILE"),
     "metrics.jsonl": lambda path: watched(path / "run"),
     "a run's name": lambda path: [*watched(path / f"mark\x1b]0;owned{SURROGATE}"), "--svg", str(path / "a.svg")][:3],
     "a checkpoint's index": lambda path: checkpoint(path / "run", "verify"),

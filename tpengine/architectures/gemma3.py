@@ -44,10 +44,6 @@ def block(model: ModelConfig, layer: int) -> Mapping[str, Part]:
     }
 
 
-# Its root divides the scores of attention.
-_LEAST_SCALAR = 1e-6
-
-
 def numbers(config: ConfigJson) -> ModelConfig:
     """Return the sizes; layers with a window have a base of their own, which rope_theta and rope_scaling do not say."""
     config.must_be("hidden_activation", "gelu_pytorch_tanh")
@@ -64,7 +60,7 @@ def numbers(config: ConfigJson) -> ModelConfig:
         windows=config.windows(model.num_layers, is_local, 4096),
         local_rope_theta=config.number("rope_local_base_freq", local, 1.0),
         attention_bias=config.flag("attention_bias", False),
-        attention_scale=config.number("query_pre_attn_scalar", 256, _LEAST_SCALAR) ** -0.5,
+        attention_scale=config.number("query_pre_attn_scalar", 256, 1e-6) ** -0.5,
     )
     return replace(model, rope_theta=theta, details=details)
 

@@ -6,6 +6,7 @@ dtypes.py        dtypes by all of their names
 lengths.py       a step by its sequences, a run by its tokens or epochs
 nearest.py       legal values near a wrong one
 details.py       what an architecture adds to the sizes of a model, out of its config.json
+detail_rules.py  the ranges of those numbers
 rules.py         which values are legal, and how sizes that were left out are filled in
 spikes.py        what is done about a step that leaps, and what counts as one
 phases.py        the phases of a run: their steps, their settings, where their samples begin

@@ -269,7 +269,7 @@ def test_a_file_of_ones_own_is_an_architecture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "tp", "said"),
     [
-        ({}, "3", "num_heads must be divisible by tp: num_heads 4, tp 3: use tp 1"),
+        ({}, "3", "the model's heads must be divisible by tp: 4 heads, tp 3: use --tp 2 or 4"),
         ({"intermediate_size": 97}, "2", "ffn_size must be divisible by tp: ffn_size 97, tp 2: use tp 1"),
         (
             {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
@@ -282,11 +282,11 @@ def test_a_remedy_leaves_a_directorys_sizes_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], tp: str, said: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
-    assert main(["schedule", "--model.path", str(tmp_path), "--tp", tp, "--pp", "1"]) == 2
+    assert main(["schedule", "--model", str(tmp_path), "--tp", tp, "--pp", "1"]) == 2
     assert capsys.readouterr().err == f"tpengine: error: {said}\n"
 
 
 def test_a_plan_and_its_bytes_need_config_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 8}))
-    assert main(["schedule", "--model.path", str(tmp_path), "--tp", "2", "--pp", "4"]) == 0
+    assert main(["schedule", "--model", str(tmp_path), "--tp", "2", "--pp", "4"]) == 0
     assert "bytes of rank 3: weights" in capsys.readouterr().out

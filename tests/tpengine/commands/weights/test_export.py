@@ -130,7 +130,7 @@ def test_what_cannot_be_exported_is_refused(
     for arguments, said in (
         (["--out", str(full)], "an export directory must be empty"),
         (["--out", str(tmp_path / "out"), "--step", "4"], "has those of steps 1, not 4"),
-        (["--out", str(tmp_path / "out"), "--dtype", "int8"], "--dtype must be one of float64, float32"),
+        (["--out", str(tmp_path / "out"), "--dtype", "int8"], "--dtype: must be one of float64, float32"),
     ):
         assert main(["export", str(tmp_path / "run"), *arguments]) == 2
         assert said in capsys.readouterr().err
