@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
@@ -88,8 +89,8 @@ def _check_apart(sources: Sequence[Path], found: Iterable[Path], out: Path) -> N
         if source.resolve().is_relative_to(place):
             raise ValueError(f"--out must not be what is read: --from {source} is in --out {out}: choose another")
     for path in found:
-        # A hard link is the same text by another name.
-        if path.resolve().is_relative_to(place) or (out.is_file() and out.samefile(path)):
+        # A hard link is the same text by another name. A name that no file can have is refused where it is written.
+        if path.resolve().is_relative_to(place) or (os.path.isfile(out) and out.samefile(path)):
             raise ValueError(f"--out must not be what is read: {path} is a text of --from: choose another than {out}")
 
 

@@ -180,7 +180,7 @@ def test_a_signal_ends_all_ranks_and_leaves_nothing(number: signal.Signals, tmp_
         (["--tp", "2", "--against", "tp2"], ["tp=4,pp=1,dp=1", "'tp2'"]),
         (["--tp", "2", "--against", "tp=2,tp=2"], ["a layout names"]),
         (["--tp", "2", "--preset", "nosuch"], ["--preset", "certify", "'nosuch'"]),
-        (["--tp", "2", "--dtype", "float16"], ["--dtype", "'float16'", "use bfloat16"]),
+        (["--tp", "2", "--dtype", "float16"], ["--dtype", "bfloat16", "'float16'", "use one of these"]),
         (["--tp", "2", "--schedule", "gpip"], ["schedule must be one of gpipe, 1f1b", "use gpipe"]),
         (["--pp", "2", "--schedule", "./none.txt"], ["none.txt"]),
         (["--tp", "2", "--seed", "-1"], ["--seed", "-1", "use 0"]),

@@ -98,7 +98,7 @@ def test_a_warm_up_again_begins_at_the_rate_before() -> None:
             {"decay_from": "9 tokens", "decay_steps": "8 tokens"},
             ["must begin before its end", "use optim.decay_from 6 tokens"],
         ),
-        ({"warmup_steps": "4e9 token"}, ["optim.warmup_steps", "'4e9 token'", '"4e9 tokens"']),
+        ({"warmup_steps": "4e9 tokns"}, ["optim.warmup_steps", "'4e9 tokns'", '"4e9 tokens"']),
         ({"decay_steps": "1.5 tokens"}, ["optim.decay_steps", "'1.5 tokens'"]),
         ({"schedule": "cosin"}, ["optim.schedule must be one of cosine, linear, constant, wsd"]),
     ],
