@@ -114,6 +114,11 @@ def say_of_parameter(parameter: Parameter, placement: Placement) -> None:
     setattr(parameter, _ON_PARAMETER, placement)
 
 
+def is_noted(parameter: Parameter) -> bool:
+    """Return whether `say_of_parameter` has noted how a parameter lies."""
+    return _ON_PARAMETER in vars(parameter)
+
+
 def say_of_module(module: nn.Module, placement: Placement) -> None:
     """Note how the direct parameters of a module lie; what it has said before, or been noted of it, stays."""
     if not hasattr(module, _ON_MODULE):

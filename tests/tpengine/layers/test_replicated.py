@@ -196,6 +196,22 @@ def test_replicated_modules_start_from_the_first_ranks_values(ranks: RankPool) -
     assert first[0].std() > 0.1
 
 
+def gradients_after_assigning(_: int) -> tuple[list[float], list[float]]:
+    """Of rank-dependent gradients: that of a module whose parameters were replaced in loading, and of a copy of it."""
+    tp = Communicator(dist.group.WORLD)
+    module = replicate(nn.LayerNorm(DIM), tp)
+    copied = copy.deepcopy(module)
+    for each in (module, copied):
+        each.load_state_dict({name: value.clone() for name, value in each.state_dict().items()}, assign=True)
+        each(torch.zeros(1, DIM)).backward(torch.full((1, DIM), tp.rank + 1.0))
+    return module.bias.grad.tolist(), copied.bias.grad.tolist()
+
+
+def test_loaded_parameters_that_replace_summed_ones_are_summed(ranks: RankPool) -> None:
+    for rank, (of_module, of_copy) in enumerate(ranks.run(gradients_after_assigning, 2, 0)):
+        assert of_module == [3.0] * DIM and of_copy == [rank + 1.0] * DIM
+
+
 def said_by(action: Callable[[], object]) -> str:
     try:
         action()

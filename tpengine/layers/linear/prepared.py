@@ -57,7 +57,7 @@ class Contents:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         # Memory that is held here is given to no other tensor, so that an address tells it.
         self._held = [tensor.detach() for tensor in tensors]
-        self._versions = [_version_of(tensor) for tensor in tensors]
+        self._versions = [version_of(tensor) for tensor in tensors]
 
     def __deepcopy__(self, memo: object) -> None:
         """Return None: a copied layer has other tensors."""
@@ -66,10 +66,11 @@ class Contents:
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the tensors hold what they held then. Nobody counts writes to an inference tensor: it may not."""
         return all(
-            version is not None and tensor.data_ptr() == held.data_ptr() and _version_of(tensor) == version
+            version is not None and tensor.data_ptr() == held.data_ptr() and version_of(tensor) == version
             for tensor, held, version in zip(tensors, self._held, self._versions, strict=True)
         )
 
 
-def _version_of(tensor: Tensor) -> int | None:
+def version_of(tensor: Tensor) -> int | None:
+    """Return how often autograd has seen a write to a tensor; None of an inference tensor, of which nobody counts."""
     return None if tensor.is_inference() else tensor._version

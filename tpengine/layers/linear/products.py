@@ -25,7 +25,7 @@ from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, scatt
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import Gradients, GradientSink, ParamGradSink, check_reaches
-from tpengine.layers.linear.prepared import PreparedWeight
+from tpengine.layers.linear.prepared import PreparedWeight, version_of
 
 
 class LinearLayer(Protocol):
@@ -76,6 +76,9 @@ class _ColumnParallel(torch.autograd.Function):
         # Keep: the gathered tokens, or this rank's own with `gathers_again`.
         ctx.save_for_backward(x if full is None else full, packed)
         ctx.layers, ctx.prepared, ctx.is_whole, ctx.weights = layers, prepared, full is not None, weights
+        # autograd counts writes to the parameters; packed is another view of their memory, or a copy.
+        is_view = packed.data_ptr() == weights[0].data_ptr()
+        ctx.versions = [version_of(weight) for weight in weights] if is_view else None
         return y
 
     @staticmethod
@@ -83,6 +86,11 @@ class _ColumnParallel(torch.autograd.Function):
         refuse_second_order("a column-parallel layer")
         kept, packed = ctx.saved_tensors
         layers, is_whole = ctx.layers, ctx.is_whole
+        if ctx.versions not in (None, [version_of(weight) for weight in ctx.weights]):
+            raise RuntimeError(
+                "packed weights must stay as they are from forward to backward: one has been modified by an in-place "
+                "operation in between: step, load and clamp after backward"
+            )
         comm, sink = layers[0].comm, layers[0].sink
         # One dy_i per layer; frozen layers get no weight gradient.
         pieces = dy.split([weight.shape[0] for weight in ctx.weights], dim=1)

@@ -5,8 +5,6 @@ The engine's own clipping works on flat buffers (training/update/optimizer.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -40,6 +38,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, tp: Communicator, pp: Com
 
     Cost: an all-reduce of one number over tp and one over pp. The host does not wait for the device.
     """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be above zero: got {max_norm}: use 1.0")
     placed = placements_of(model)
     if tp.size == 1 < (size := num_ranks_of(placed)):
         raise ValueError(
@@ -54,36 +54,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, tp: Communicator, pp: Com
         for parameter in model.parameters()
         if parameter.grad is not None
     ]
-    return clip_together_(counted, max_norm, [ranks for ranks in (tp, pp) if ranks is not None], device)
-
-
-def clip_together_(
-    counted: Sequence[tuple[Tensor, int]], max_norm: float, axes: Sequence[Communicator], device: torch.device
-) -> Tensor:
-    """Scale gradients of which each rank holds some, so that the norm of all is at most `max_norm`; collective.
-
-    Args:
-        counted: this rank's gradients, and how many ranks hold each.
-        max_norm: above zero.
-        axes: the ranks over which the squares are summed, one axis after the other.
-        device: of the sum.
-
-    Returns:
-        The norm before, a float64 scalar, the same on all these ranks.
-
-    Raises:
-        ValueError: `max_norm` is not above zero.
-    """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm must be above zero: got {max_norm}: use 1.0")
     # The squares of this rank's gradients; what several ranks hold is divided among them.
     square = torch.zeros(1, dtype=torch.float64, device=device)
     for gradient, num_holders in counted:
         norm_here = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
         square += norm_here.double().square() / num_holders
     # Sum over the ranks, then scale every gradient by the same factor.
-    for ranks in axes:
-        ranks.all_reduce_(square)
+    for ranks in (tp, pp):
+        if ranks is not None:
+            ranks.all_reduce_(square)
     norm = square.sqrt()[0]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient, _ in counted:

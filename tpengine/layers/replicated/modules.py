@@ -24,6 +24,7 @@ from tpengine.layers.placement import (
     Placement,
     SummedBy,
     cut,
+    is_noted,
     parametrizations_parameters,
     placements_of,
     real,
@@ -83,6 +84,9 @@ def replicate(module: _Module, tp: Communicator) -> _Module:
         if parameter not in placed or placed[parameter].summed_by is SummedBy.HOOK:
             _equalise(parameter, tp)
     _equalise_buffers(module, tp)
+    for part in module.modules():
+        if any(map(is_noted, part.parameters(recurse=False))):
+            part.register_load_state_dict_post_hook(_SumLoaded(part, tp))
     return module
 
 
@@ -262,6 +266,29 @@ def _sum_over(parameter: Parameter, tp: Communicator) -> None:
 
     say_of_parameter(parameter, whole(tp, SummedBy.HOOK))
     hook_gradient(parameter, summed)
+
+
+class _SumLoaded:
+    """Sum the gradients of parameters that load_state_dict(assign=True) has put in the places of summed ones.
+
+    Args:
+        module: whose own parameters are summed; a copy of it is not.
+        tp: the tensor-parallel ranks.
+    """
+
+    def __init__(self, module: nn.Module, tp: Communicator) -> None:
+        self._of, self._tp = weakref.ref(module), tp
+
+    def __deepcopy__(self, memo: object) -> _SumLoaded:
+        return self
+
+    def __call__(self, module: nn.Module, _: object) -> None:
+        if module is not self._of():
+            return
+        placed = placements_of(module)
+        for parameter in module.parameters(recurse=False):
+            if parameter not in placed:
+                _sum_over(parameter, self._tp)
 
 
 def hook_gradient(parameter: Parameter, hook: Callable[[Tensor], Tensor | None]) -> None:

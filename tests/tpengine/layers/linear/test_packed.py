@@ -106,6 +106,16 @@ def test_the_layers_own_moves_lay_their_weights_out_again(move: Callable[[Three]
         assert not {w.data_ptr() for w in before.parameters()} & {w.data_ptr() for w in moved.parameters()}
 
 
+def test_a_write_between_forward_and_backward_is_seen_as_autograd_sees_it() -> None:
+    model = Three()
+    y = model(torch.randn(5, D))
+    with torch.no_grad():
+        weights_of(model)[1].clamp_(-0.1, 0.1)
+    with pytest.raises(RuntimeError, match="must stay as they are from forward to backward"):
+        y.sum().backward()
+    check(model)
+
+
 def in_reverse(model: nn.Module) -> tuple[Tensor, list[Tensor]]:
     """Put the weights into a buffer that they fill, the last one first."""
     weights = weights_of(model)[::-1]
