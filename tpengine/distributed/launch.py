@@ -244,10 +244,11 @@ def threads_of_rank(
 
 
 def passive_waiting(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which OpenMP's threads sleep while they wait for each other; set them before torch loads.
+    """Return the variables by which OpenMP's threads soon sleep while they wait for each other; set them before torch.
 
     By default they spin. Where another process has one of their cores, all others then burn theirs until it comes back,
-    after every parallel region: a step takes tens of times as long as it computes.
+    after every parallel region: a step takes tens of times as long as it computes. GNU's threads spin for some
+    microseconds here, then sleep: a small model's regions follow each other that fast.
 
     Args: environ: of this process.
     Returns: nothing if the user has set how threads wait.
@@ -255,7 +256,7 @@ def passive_waiting(environ: Mapping[str, str]) -> dict[str, str]:
     if any(name in environ for name in _WAITING):
         return {}
     # LLVM's and Intel's threads spin for 200 ms first, also if they are told to be passive.
-    return {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+    return {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "1000"}
 
 
 def environment_of_parent() -> dict[str, str] | None:

@@ -54,6 +54,7 @@ def test_kernels_have_the_logits_of_transformers(interpreters: RankPool, tmp_pat
     interpreters.run(check, 1, tmp_path / "rows.jsonl", name, 20)
 
 
+@pytest.mark.slow
 def test_every_mutation_is_a_wrong_row(tmp_path: Path, count_mutations: CountMutations) -> None:
     def num_wrong(mutation: str, name: str) -> int:
         rows = tmp_path / f"{mutation} of {name}"

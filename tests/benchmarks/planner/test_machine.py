@@ -29,6 +29,7 @@ from tpengine.simulate.machine import Curve, read_machine
 from tpengine.simulate.machine.measured import OPERATORS, PRODUCTS
 
 
+@pytest.mark.slow
 def test_a_measured_machine_is_a_valid_file(tmp_path: Path) -> None:
     path = tmp_path / "m.toml"
     assert main(f"machine --tiny --passes 2 --out {path}".split()) == 0

@@ -75,6 +75,7 @@ def broken_losses(config: Config, mutation: str) -> list[float]:
         return losses_of(begun(config))
 
 
+@pytest.mark.slow
 def test_losses_notice_every_mutation(ranks: RankPool, tmp_path: Path, count_mutations: CountMutations) -> None:
     wanted: dict[str, tuple[Config, list[float]]] = {}
     for architecture in OF_RANKS.values():

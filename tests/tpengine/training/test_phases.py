@@ -82,7 +82,7 @@ TWO_RANKS = [(1, 2, 1, 0, 5), (1, 1, 2, 3, STEPS)]
 @pytest.mark.parametrize(
     ("dtype", "layouts"),
     [
-        pytest.param("float32", TWO_RANKS, id="2 ranks"),
+        pytest.param("float32", TWO_RANKS, id="2 ranks", marks=pytest.mark.slow),
         pytest.param("float32", FOUR_RANKS, id="4 ranks", marks=pytest.mark.slow),
         pytest.param("bfloat16", FOUR_RANKS, id="4 ranks, bfloat16", marks=pytest.mark.slow),
     ],

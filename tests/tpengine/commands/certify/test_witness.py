@@ -236,12 +236,9 @@ MUTATIONS: dict[Callable[[Trainer], None], tuple[Layout, str]] = {
 }
 
 
-# By default one; what its layout's ranks see unmutated is compared too.
-@pytest.mark.parametrize(
-    "mutations",
-    [(relative_error_in_one_ranks_gradient,), pytest.param(tuple(MUTATIONS), marks=pytest.mark.slow)],
-    ids=["one", "all"],
-)
+# What each layout's ranks see unmutated is compared too.
+@pytest.mark.slow
+@pytest.mark.parametrize("mutations", [(relative_error_in_one_ranks_gradient,), tuple(MUTATIONS)], ids=["one", "all"])
 def test_every_mutation_turns_certify_red_and_is_named(
     ranks: RankPool,
     one_process: Evidence,

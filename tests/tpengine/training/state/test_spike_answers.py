@@ -116,6 +116,7 @@ def test_a_rollback_has_the_bits_of_a_run_that_was_told_what_to_leave_out(
     assert checkpoints_of(run).steps() == [12, 16, 20] and checkpoints_of(told).steps() == [20]
 
 
+@pytest.mark.slow
 def test_a_skip_has_the_bits_of_a_run_that_was_told_to_leave_the_step_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
