@@ -34,19 +34,23 @@ _POLL_SECONDS = 0.05
 _REPORT_SECONDS, _END_SECONDS = 5.0, 30.0
 # What a rank runs; the modules that this process found, the rank finds too.
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from {module} import {name}; {name}()"
+# What it is called elsewhere.
+_ALSO = ("--nprocs", "--nproc-per-node", "--nproc_per_node")
 
 
 def taken_nproc(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
     """Split off --nproc: (the number of processes to start, or None; the other arguments).
 
     Raises:
-        ValueError: it is no such number.
+        ValueError: it is no such number, it is given twice, or spelled as another program spells it.
     """
     number: int | None = None
     others: list[str] = []
     rest = iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")
+        if name in _ALSO:
+            raise ValueError(f"{name} is torchrun's name for the processes of this host: use --nproc {value or 'N'}")
         if name != "--nproc":
             others.append(argument)
             continue
@@ -57,6 +61,8 @@ def taken_nproc(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
                 f"--nproc must be the number of processes to start on this host, 1 to {_MOST_RANKS}: got "
                 f"{shown or 'nothing'}: use --nproc 2, or torchrun"
             )
+        if number is not None:
+            raise ValueError(f"--nproc is given twice, {number} and {text}: leave one out")
         number = int(text)
     return number, others
 

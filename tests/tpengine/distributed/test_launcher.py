@@ -132,3 +132,16 @@ def test_who_has_been_started_as_a_rank() -> None:
     alone = Launch(0, 1, 0, 1)
     assert not is_started(alone, {})
     assert is_started(alone, {"TORCHELASTIC_RUN_ID": "x"}) and is_started(Launch(1, 2, 1, 2, "head", 29500), {})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--nprocs=3"], "--nprocs is torchrun's name for the processes of this host: use --nproc 3"),
+        (["--nproc-per-node", "2"], "use --nproc N"),
+        (["--nproc", "2", "--nproc=3"], "--nproc is given twice, 2 and 3: leave one out"),
+    ],
+)
+def test_what_is_said_otherwise_or_twice_is_refused(given: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        taken_nproc(given)
