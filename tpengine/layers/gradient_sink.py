@@ -7,9 +7,9 @@ are computed. What the sink returns, the Function returns to autograd.
 functional_call) and hooked, `torch.autograd.grad` finds them, and the layers work in any model under any optimizer.
 `BufferSink` accumulates into the flat buffers of the engine and returns nothing: where dtypes agree, the GEMM
 accumulates without an intermediate tensor, and weights whose gradients the engine keeps behind each other get them from
-one GEMM. `DeferringSink` wraps another sink and lets a schedule run the weight half
-of a backward pass later than its input half. The price of these two: the gradient is a side effect of backward. It
-reaches parameters only, and hooks are not called as torch calls them; `check_reaches` refuses such weights.
+one GEMM. `DeferringSink` wraps another sink and lets a schedule run the weight half of a backward pass later than its
+input half. The price of these two: the gradient is a side effect of backward. It reaches parameters only, and hooks are
+not called as torch calls them; `check_reaches` refuses such weights.
 """
 
 from __future__ import annotations

@@ -79,9 +79,7 @@ def test_torch_adds_by_default_and_it_is_said_once(
     expected = 3 * (dy.as_subclass(Tensor).double().T @ x.as_subclass(Tensor).double())
     assert float((buffer.double() - expected).abs().max()) < 1e-5 * float(expected.abs().max())
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        "tpkernels: weight gradients in bfloat16 are added to float32 by torch.addmm, by our kernel for"
-    )
+    assert line.startswith("tpkernels: weight gradients in bfloat16 are added to float32 by torch.addmm; torch.use_")
 
 
 def test_the_public_operator_takes_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +93,11 @@ def test_the_public_operator_takes_it_too(monkeypatch: pytest.MonkeyPatch) -> No
     ("us", "torch_us", "is_faster"), [(10.0, 11.0, True), (11.0, 10.0, False), (10.0, None, False)]
 )
 def test_ours_is_taken_where_it_was_timed_faster(
-    us: float, torch_us: float | None, is_faster: bool, monkeypatch: pytest.MonkeyPatch
+    us: float,
+    torch_us: float | None,
+    is_faster: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     torch_adds(monkeypatch)
     timed(us, torch_us)
@@ -103,6 +105,8 @@ def test_ours_is_taken_where_it_was_timed_faster(
     assert is_torchs(buffer, dy, x) is not is_faster
     # Of another size it was not timed.
     assert is_torchs(torch.zeros(16, IN), dy[:, :16], x)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ("torch.addmm (1 that cpu.json has faster by our kernel);" in line) == is_faster
 
 
 def test_never_where_torch_is_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:

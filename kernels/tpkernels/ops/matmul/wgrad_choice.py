@@ -74,9 +74,9 @@ def _say(device: torch.device, dtype: torch.dtype, refusal: str) -> None:
     if refusal:
         words = f"by our kernel: torch {torch.__version__} does not: {refusal}"
     else:
-        file, faster = path_for(_name_of(device)).name, num_ours(device, name)
-        ours = f"by our kernel for the {faster} products that {file} has faster" if faster else "by our kernel for none"
-        words = f"by torch.addmm, {ours}; torch.use_deterministic_algorithms(True) takes ours for all"
+        faster = num_ours(device, name)
+        ours = f" ({faster} that {path_for(_name_of(device)).name} has faster by our kernel)" if faster else ""
+        words = f"by torch.addmm{ours}; torch.use_deterministic_algorithms(True) takes our kernel"
     print(f"tpkernels: weight gradients in {name} are added to float32 {words}", file=sys.stderr)
 
 
