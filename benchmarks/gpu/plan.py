@@ -178,9 +178,11 @@ def _matmul(out: Path) -> list[Case]:
         sizes = {"models": [model], "seqs": [4096, 8192], "rivals": _NO_RIVALS}
         return _operators_case(f"matmul/{model}", "d", worth, 18, ops=["matmul"], **sizes)
 
+    gates = {"model": "llama_1b", "tokens": [8192], "kinds": ["silu", "gelu_tanh"], "copy": str(out)}
     return [
         # All that training on one GPU launches of the matmul; its forward and dgrad are torch's.
         tiles("llama_1b", 8192, 40, 20, kinds=["wgrad"]),
+        Case("gates/llama_1b", "d", 40, 15, f"{_CASES}.kernels.between:gates", gates),
         tiles("llama3_8b", 4096, 40),
         tiles("llama3_8b", 8192, 40),
         tiles("llama3_70b", 4096, 45, 40),
@@ -250,10 +252,11 @@ def _operators() -> list[Case]:
         "ends": (["cross_entropy", "linear_cross_entropy", "adamw"], 100, 40),
         "others": (["embedding", "dropout"], 8, 20),
     }
+    norm = {"model": "llama_1b", "tokens": 8192}
     return [
         _operators_case(f"operators/{name}", "g", worth, seconds, ops=ops, models=["llama3_8b"], seqs=[4096], rounds=10)
         for name, (ops, worth, seconds) in groups.items()
-    ]
+    ] + [Case("norm_backward/llama_1b", "g", 110, 15, f"{_CASES}.kernels.between:norm_backward", norm)]
 
 
 def _prices() -> list[Case]:

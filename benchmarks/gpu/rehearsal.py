@@ -84,6 +84,16 @@ def small_cases(out: Path) -> list[Case]:
         case("compile_for_sm_90", "kernels.operators:compile_for", False, ops=["adamw"]),
         case("operators", "kernels.operators:measure", True, ops=["rope"], **sizes),
         case("tiles", "kernels.tiles:tune", True, model="rehearsed", tokens=[16], into=folder, most=1, kinds=["wgrad"]),
+        case("gates", "kernels.between:gates", True, model="rehearsed", tokens=[16], into=folder, rounds=1),
+        case(
+            "norm_backward",
+            "kernels.between:norm_backward",
+            True,
+            model="rehearsed",
+            tokens=9,
+            rounds=1,
+            programs=[256],
+        ),
         case("attention", "kernels.attention:choose", False, model="rehearsed", seqs=[16], into=folder, rounds=1),
         replace(
             case("architectures", "architectures:tiny", True, architectures=["gpt2"], seq=16, batch=1),

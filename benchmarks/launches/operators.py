@@ -37,6 +37,10 @@ from benchmarks.harness.shapes import MODELS, SEQUENCES, TP, Model
 DTYPES = (torch.bfloat16, torch.float32)
 
 
+# Of llama_1b, which one GPU trains whole.
+_WHOLE_WIDTH = 2048
+
+
 class Sizes(NamedTuple):
     """For which dtypes of activations, models, and ranks of fused operators launches are made."""
 
@@ -54,8 +58,10 @@ def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
 
 def _norm(sizes: Sizes = EVERY) -> None:
     for dtype in sizes.dtypes:
-        for model in sizes.models:
-            x = _empty(SEQUENCES[0] // TP, model.hidden, dtype=dtype)
+        # Of heads, of the model that a GPU trains whole, of ranks.
+        widths = {size for model in sizes.models for size in (model.head_size, model.hidden)} | {_WHOLE_WIDTH}
+        for width in sorted(widths):
+            x = _empty(SEQUENCES[0] // TP, width, dtype=dtype)
             weight = x[0]
             for centered, residual in ((False, None), (False, x), (True, x)):
                 bias = weight if centered else None
@@ -198,6 +204,8 @@ def _matmul(sizes: Sizes = EVERY) -> None:
         launch_matmul(dy.T, x, out=weight, accumulate=True)
         launch_matmul_swiglu(x, weight, True, fixed=True)
         launch_matmul_swiglu(x[:few], weight, False)
+        for kind in ("gelu", "gelu_tanh"):
+            launch_matmul_swiglu(x, weight, True, kind=kind)
         # Rows that begin anywhere, which neither TMA nor vectors can read; strides do not depend on numbers of tokens.
         a, b = _empty(few, inner + 1, dtype=dtype)[:, :-1], _empty(out, inner + 1, dtype=dtype)[:, :-1]
         by_columns = _empty(inner, few + 1, dtype=dtype)[:, :-1].T

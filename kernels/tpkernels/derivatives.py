@@ -61,11 +61,14 @@ class _Unrecorded:
     def mark_dirty(self, *tensors: Any) -> None:
         pass
 
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
 
 def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Return function.apply(*args); where autograd records nothing, its forward alone.
 
-    Forward may use ctx.save_for_backward and ctx.mark_dirty, and set attributes.
+    Forward may use ctx.save_for_backward, ctx.mark_dirty and ctx.set_materialize_grads, and set attributes.
 
     Cost: `apply` costs the host some 10 us even where nothing is recorded: a tenth of a pass over one token.
     """

@@ -52,6 +52,9 @@ class FeedForward(nn.Module):
                     y[T/tp, D] = reduce_scatter_tp((act(g) * u) @ w_down.T) + b_down
         not gated:  y[T/tp, D] = reduce_scatter_tp(act(all_gather_tp(x) @ w_up.T + b_up) @ w_down.T) + b_down
 
+    The gate is multiplied in by a kernel of its own, or in the first product's epilogue where that was timed to be
+    faster on this kind of GPU (PackedWeights.forward_gated).
+
     Args:
         hidden_size, ffn_size: D and F, global; F divisible by tp.
         comm, sink, gathers_again, dtype, device: as ColumnParallelLinear.
@@ -89,14 +92,20 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
-        members = (self.gate_proj, self.up_proj) if self.gated else (self.up_proj,)
-        packed = self._gate_up.forward_packed(x, members)
-        hidden: Tensor = applied(_Activation, packed, self.activation, self.gated)
+        hidden = self._hidden(x)
         if self.dropout is not None:
             comm, columns = self.down_proj.comm, hidden.shape[1]
             hidden = self.dropout(hidden, 0, comm.rank * columns, comm.size * columns)
         y: Tensor = self.down_proj(hidden)
         return y
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        """Return h[T, F/tp], what the second product multiplies."""
+        members = (self.gate_proj, self.up_proj) if self.gated else (self.up_proj,)
+        hidden = self._gate_up.forward_gated(x, members, self.activation) if self.gated else None
+        if hidden is None:
+            hidden = applied(_Activation, self._gate_up.forward_packed(x, members), self.activation, self.gated)
+        return hidden
 
     def prepare(self, num_tokens: int) -> None:
         """Prepare all weights: see ColumnParallelLinear.prepare."""

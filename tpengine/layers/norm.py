@@ -49,14 +49,17 @@ class _Norm(torch.autograd.Function):
         factor = weight.to(accumulation_dtype(weight.dtype)) + norm.offset if norm.offset else weight
         y, total, mean, rstd = norm_forward(x, factor, bias, residual, norm.eps, norm.centered, len(sinks))
         ctx.save_for_backward(x if residual is None else total, factor, mean, rstd)
+        ctx.set_materialize_grads(False)
         ctx.norm, ctx.sinks, ctx.weight, ctx.bias = norm, sinks, weight, bias
         return y, None if residual is None else total
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_order("a tensor-parallel norm")
         total, factor, mean, rstd = ctx.saved_tensors
         norm, has_bias = ctx.norm, ctx.bias is not None
+        # Sinks count: a weight whose y is not used contributes too.
+        dy = torch.zeros_like(total) if dy is None else dy
         dx, sums = norm_backward(dy, dtotal, total, factor, mean, rstd, len(ctx.sinks), norm.centered, has_bias)
         found: list[Tensor | None] = [None, None]
         for i, (parameter, blocks) in enumerate(zip((ctx.weight, ctx.bias), sums, strict=False)):
@@ -65,6 +68,17 @@ class _Norm(torch.autograd.Function):
                 found[i] = total_of([sink.add(parameter, block, norm.comm) for sink, block in given])
         of_x, of_residual = (dx if needed else None for needed in ctx.needs_input_grad[:2])
         return of_x, of_residual, *found, None, None
+
+
+class _NormBeside(_Norm):
+    """Local shapes: x, y[T/tp, D].  _Norm of x without a residual, and x itself, which another branch uses.
+
+    dgrad:    dx = that of the x returned + that of the norm, in the norm's pass, instead of autograd's own addition
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return _Norm.forward(ctx, x, *rest)[0], x
 
 
 class Norm(nn.Module):
@@ -114,6 +128,11 @@ class Norm(nn.Module):
         y, total = self._normed(*promoted(x, residual), (self.sink,))
         return y, total
 
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x[T/tp, D] -> (y, x)[T/tp, D]: where x has another use, use this x: its gradients are added in one pass."""
+        y, x = self._normed(x, None, (self.sink,), _NormBeside)
+        return y, x
+
     def in_blocks(self, x: Tensor, sinks: Sequence[GradientSink]) -> Tensor:
         """Return y[T, D]; each of the n sinks gets the gradients of its block of T/n rows, partial(comm).
 
@@ -122,12 +141,18 @@ class Norm(nn.Module):
         y: Tensor = self._normed(x, None, sinks)[0]
         return y
 
-    def _normed(self, x: Tensor, residual: Tensor | None, sinks: Sequence[GradientSink]) -> Any:
+    def _normed(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        sinks: Sequence[GradientSink],
+        function: type[torch.autograd.Function] = _Norm,
+    ) -> Any:
         weight, bias = self.weight, self.bias
         check_reaches(sinks[0], weight, f"the weight of {type(self).__name__}")
         if bias is not None:
             check_reaches(sinks[0], bias, f"the bias of {type(self).__name__}")
-        return applied(_Norm, x, residual, weight, bias, self, sinks)
+        return applied(function, x, residual, weight, bias, self, sinks)
 
 
 class RMSNorm(Norm):

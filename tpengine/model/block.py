@@ -9,18 +9,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tpengine.architectures import describe
+from tpengine.architectures.describe.orders import TAKE_SUMS
 from tpengine.layers.dropout import LayerDropouts
 from tpengine.layers.rows.cache import Rows
 from tpengine.model.parts import Parts
+from tpengine.model.residual import Sum, is_watched, normed, whole
 
-Order = Callable[["Block", Tensor, Rows], Tensor]
+Order = Callable[["Block", Any, Rows], Any]
 
 
 class Block(nn.Module):
     """One transformer block, x[T/tp, D] -> y[T/tp, D].
 
     Its parts are modules under their names in the architecture. What its order (architectures/describe/orders.py) calls
-    besides them is `attend`, `feed` and `again`.
+    besides them is `normed`, `attend`, `feed`, `left` and `again`.
 
     Args:
         parts: what makes its layers.
@@ -40,6 +42,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.order, self.dropouts, self.attention_again = parts.tp, order, dropouts, attention_again
+        self._takes_sums = any(order is known for known in TAKE_SUMS)
         self._attention, self._feed_forward = "", ""
         for name, part in described.items():
             if isinstance(part, describe.Norm):
@@ -52,7 +55,26 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, seq: Rows) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]; `seq` says what the rows are: see layers.rows.cache.Rows."""
-        return self.order(self, x, seq)
+        return whole(self.order(self, x, seq))
+
+    def hand_on(self, x: Tensor | Sum, seq: Rows) -> Tensor | Sum:
+        """As forward, with the last sum of a block left to the next norm (residual.py), if the order allows it.
+
+        A module's hooks see tensors: a block that has any is called.
+        """
+        if not self._takes_sums or is_watched(self):
+            y: Tensor = self(whole(x), seq)
+            return y
+        left: Tensor | Sum = self.order(self, x, seq)
+        return left
+
+    def normed(self, norm: nn.Module, x: Tensor | Sum) -> tuple[Tensor, Tensor]:
+        """Return (norm(x), x)[T/tp, D]."""
+        return normed(norm, x)
+
+    def left(self, x: Tensor, branch: Tensor) -> Tensor | Sum:
+        """Return x + branch, left to the next norm; at once if an order of somebody's own goes on with it."""
+        return Sum(x, branch) if self._takes_sums else x + branch
 
     def attend(self, x: Tensor, seq: Rows) -> Tensor:
         """Return attention of x[T/tp, D], and its dropout."""
@@ -64,9 +86,9 @@ class Block(nn.Module):
         y: Tensor = self.get_submodule(self._feed_forward)(x)
         return y if self.dropouts is None else self.dropouts.mlp_residual(y, *self._place(y))
 
-    def again(self, forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Return forward(*inputs); with `attention_again` backward computes it once more."""
-        return computed_again(forward, *inputs) if self.attention_again else forward(*inputs)
+    def again(self, forward: Callable[[Any], Any], x: Tensor | Sum) -> Any:
+        """Return forward(x); with `attention_again` backward computes it once more, and a sum is made, to keep one."""
+        return computed_again(forward, whole(x)) if self.attention_again else forward(x)
 
     def matmuls(self) -> dict[str, nn.Module]:
         """Return the parts that multiply by weights, by name."""
@@ -77,10 +99,9 @@ class Block(nn.Module):
         return self.tp.rank * y.shape[0], 0, y.shape[1]
 
 
-def computed_again(forward: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def computed_again(forward: Callable[..., Any], *inputs: Any) -> Any:
     """Return forward(*inputs), of which only the inputs are kept: backward runs it once more, on every tp rank alike.
 
     Dropout is a function of the micro-batch, not of a generator's state, so there is no state to restore.
     """
-    y: Tensor = checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
-    return y
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)

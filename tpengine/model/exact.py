@@ -305,6 +305,10 @@ class ExactNorm(HeldShards):
         total = x + residual
         return self(total), total
 
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (y, x): see Norm.beside. Here autograd adds the gradients."""
+        return self(x), x
+
 
 class ExactPositions(HeldShards):
     """Learned positions in blocks of T/V tokens, one per shard, as ExactNorm."""

@@ -23,6 +23,7 @@ from tpengine.layers.rows.cache import Rows
 from tpengine.layout.parameters import Piece, pieces_of, stage_specs
 from tpengine.model.block import Block, computed_again
 from tpengine.model.parts import Parts
+from tpengine.model.residual import Sum, is_watched, normed, whole
 from tpengine.plan import Recompute
 
 
@@ -103,14 +104,22 @@ class Transformer(nn.Module):
         """
         first, last = self.chunks[chunk]
         rows = seq if self.position.documents is None else self.position.documents
-        if first == 0:
-            x = self._embedded(x, rows)
+        left: Tensor | Sum = self._embedded(x, rows) if first == 0 else x
         for i in range(first, last):
-            block = self.layers[str(i)]
-            x = computed_again(block, x, rows) if self.recompute is Recompute.BLOCK else block(x, rows)
-        if last == self.model.num_layers:
-            x = self.lm_head(self.norm(x))
-        return x
+            block: Any = self.layers[str(i)]
+            # What is computed again keeps one tensor, its input: there a sum is made between blocks.
+            again = self.recompute is Recompute.BLOCK
+            left = computed_again(block, left, rows) if again else block.hand_on(left, rows)
+        if last < self.model.num_layers:
+            return whole(left)
+        y: Tensor = self.lm_head(self._last_norm(left))
+        return y
+
+    def _last_norm(self, x: Tensor | Sum) -> Tensor:
+        if isinstance(x, Sum) and not is_watched(self.norm):
+            return normed(self.norm, x)[0]
+        y: Tensor = self.norm(whole(x))
+        return y
 
     def _embedded(self, tokens: Tensor, rows: Rows) -> Tensor:
         x: Tensor = self.embed_tokens(tokens)

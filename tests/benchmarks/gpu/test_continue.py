@@ -13,7 +13,7 @@ import torch
 from tpkernels.launch import Target
 from tpkernels.ops.matmul import tuned
 from tpkernels.ops.matmul.configs import MatmulConfig
-from tpkernels.ops.matmul.tuned import Tile, TunedAttention, path_for, read_tuned
+from tpkernels.ops.matmul.tuned import Tile, TunedAttention, TunedGate, path_for, read_tuned
 
 from benchmarks.gpu import command
 from benchmarks.gpu.cases.kernels.ahead import Launch, each_share
@@ -56,7 +56,9 @@ def test_tiles_and_attentions_are_kept_beside_each_other(tmp_path: Path) -> None
     save(path, NAME, H200, attentions=[first, first._replace(seq=8192)])
     later = first._replace(seq=4000, winner="ours", us=400.0, ours_us=400.0)
     save(path, NAME, H200, attentions=[later])
-    assert read_tuned(path, NAME, H200) == ([TILES[0]], [later, first._replace(seq=8192)])
+    gate = TunedGate(8192, 8192, 2048, "bfloat16", "silu", TILES[0].config._replace(block_n=128), 800.0, 850.0)
+    save(path, NAME, H200, gates=[gate])
+    assert read_tuned(path, NAME, H200) == ([TILES[0]], [later, first._replace(seq=8192)], [gate])
 
 
 def test_an_earlier_run_is_taken_over_and_none_is_overwritten(tmp_path: Path) -> None:

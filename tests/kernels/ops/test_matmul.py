@@ -19,6 +19,7 @@ from support.kernels.rungs import Rung, every_grid_of_a_product, every_rung, eve
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from tpkernels.launch import Target, num_processors, observed, target_of
+from tpkernels.ops.activation import activation_reference
 from tpkernels.ops.matmul import configs
 from tpkernels.ops.matmul.configs import MatmulConfig, config_of
 from tpkernels.ops.matmul.kernel import launch_matmul
@@ -270,6 +271,27 @@ def check_all_swiglu(device: str, dtype: torch.dtype, whole: bool) -> None:
 @every_grid_of_a_product
 def test_swiglus_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype, whole: bool) -> None:
     rung(check_all_swiglu, dtype, whole)
+
+
+def check_gelus(device: str, dtype: torch.dtype) -> None:
+    """GeGLU in the epilogue errs at most twice as much as torch's two operators; without y, h has the same bits."""
+    tensors = operands(63, 2 * 40, 100, dtype, device)
+    x, weight = tensors["a"].detach(), tensors["b"].detach().T / 10
+    for kind in ("gelu", "gelu_tanh"):
+        h, y = launch_matmul_swiglu(x, weight, True, kind=kind)
+        wide = x.double() @ weight.double().T
+        want, of_torch = activation_reference(wide, kind, True), activation_reference(x @ weight.T, kind, True)
+        unit = torch.finfo(dtype).eps * float(want.abs().max())
+        allowed = max(unit, 2 * float((of_torch.double() - want).abs().max()))
+        assert float((h.double() - want).abs().max()) <= allowed, kind
+        torch.testing.assert_close(y, wide.to(dtype))
+        assert torch.equal(launch_matmul_swiglu(x, weight, False, kind=kind)[0], h)
+
+
+@kernels_only
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+def test_gelus_in_the_epilogue(rung: Rung, dtype: torch.dtype) -> None:
+    rung(check_gelus, dtype)
 
 
 def check_keeping(device: str) -> None:

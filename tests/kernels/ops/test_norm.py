@@ -1,4 +1,4 @@
-"""Rung: host, interpreter, GPU. RMSNorm and LayerNorm with and without a residual, forward and every gradient.
+"""Rung: host, interpreter, GPU; compiled only. RMSNorm and LayerNorm with and without a residual, all gradients.
 
 Only a GPU shows the compiled kernels' numbers, and bfloat16 in them.
 """
@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.kernels.compiled import codes_of
 from support.kernels.precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
 from support.kernels.rungs import Rung, every_grid_of_rows, every_rung
+from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from tpkernels.launch import Target, observed
-from tpkernels.ops.norm.kernel import launch_norm_backward
+from tpkernels.ops.norm.kernel import BackwardConfig, launch_norm_backward
 from tpkernels.ops.norm.operator import (
     add_layer_norm,
     add_rms_norm,
@@ -31,6 +33,8 @@ from tpkernels.ops.norm.operator import (
 SIZES = [(1, 1), (1, 100), (63, 65), (100, 257), (0, 65), (257, 4)]
 PART = [(63, 65), (1, 100)]
 EPS = 1e-5
+
+kernels_only = pytest.mark.parametrize("rung", ["interpreter", "gpu"], indirect=True)
 
 
 def operands(rows: int, columns: int, dtype: torch.dtype, device: str, seed: int = 0) -> dict[str, Tensor]:
@@ -207,6 +211,62 @@ def test_many_short_rows_fit_into_a_grid() -> None:
         launch_norm_backward(x, None, x, x[0], statistics, statistics, 1, True, True)
     assert len(grids) == 2 and all(max(grid[1:], default=1) <= 65535 for grid in grids)
     assert grids[0][0] <= 2048  # partial rows, which few programs add
+
+
+def check_wide_rows(device: str) -> None:
+    """Rows of three blocks of columns: each program reads the others' blocks for the means alone."""
+    every = operands(2, 8200, torch.float32, device)
+    x, residual, weight, bias = every.values()
+    wide = [tensor.detach().double().requires_grad_() for tensor in every.values()]
+    dy, dtotal = (torch.randn(2, 8200, generator=torch.Generator().manual_seed(n)).to(device) for n in (1, 2))
+    outputs = add_layer_norm(x, residual, weight, bias, EPS)
+    wanted = norm_reference(wide[0], wide[2], wide[3], wide[1], EPS, True)
+    got = torch.autograd.grad(outputs, list(every.values()), (dy, dtotal))
+    want = torch.autograd.grad(wanted, wide, (dy.double(), dtotal.double()))
+    for one, reference in zip(got, want, strict=True):
+        torch.testing.assert_close(one.double(), reference, rtol=1e-5, atol=1e-5)
+
+
+@kernels_only
+def test_rows_of_several_blocks(rung: Rung) -> None:
+    rung(check_wide_rows)
+
+
+def check_ways_through_rows(device: str) -> None:
+    """How blocks are cut and loaded changes no bit of dx; how many are loaded ahead none of dw either."""
+    every = {name: tensor.detach() for name, tensor in operands(70, 40, torch.float16, device).items()}
+    total, weight = every["x"], every["weight"]
+    dy, dtotal = torch.randn(2, 70, 40, generator=torch.Generator().manual_seed(1)).to(device, torch.float16)
+    _, _, mean, rstd = norm_op(total, weight, None, None, EPS, False)
+    given = dy, dtotal, total, weight, mean, rstd, 1, False, False
+    dx, sums = launch_norm_backward(*given)
+    for config in (BackwardConfig(num_stages=1), BackwardConfig(num_stages=2), BackwardConfig(num_stages=4)):
+        other, others = launch_norm_backward(*given, config=config)
+        assert torch.equal(other, dx) and torch.equal(others, sums)
+    for config in (BackwardConfig(block_bytes=1), BackwardConfig(block_bytes=4096, most_programs=2)):
+        other, others = launch_norm_backward(*given, config=config)
+        assert torch.equal(other, dx)
+        torch.testing.assert_close(others, sums)
+
+
+@kernels_only
+def test_ways_through_rows(rung: Rung) -> None:
+    rung(check_ways_through_rows)
+
+
+def backward_code(target: str) -> str:
+    x = torch.empty(8192, 2048, dtype=torch.bfloat16, device="meta")
+    rows = torch.empty(8192, dtype=torch.float32, device="meta")
+    code, _ = codes_of(target, lambda: launch_norm_backward(x, x, x, x[0], rows, rows, 1, False, False))
+    return code
+
+
+def test_the_next_rows_are_loaded_while_these_are_computed(compilers: RankPool) -> None:
+    """By 16 bytes a thread, past registers; the weight is read before the first of them."""
+    code = compilers.run(backward_code, 1, "sm_90")[0]
+    first = code.index("cp.async")
+    assert code.count("cp.async.cg.shared.global") >= 2 * 3, "three operands of two blocks before the loop"
+    assert "cp.async.wait_group" in code and "ld.global" in code[:first]
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3, 4])

@@ -21,7 +21,9 @@ from tpkernels.ops.matmul.tuned import (
     Tile,
     TunedAttention,
     TunedFile,
+    TunedGate,
     attention_key,
+    gate_key,
     is_allowed,
     key_of,
     path_for,
@@ -44,14 +46,15 @@ ATTENTIONS = [
     TunedAttention(8192, 4, 1, 128, "bfloat16", "ours", 900.5, 900.5, "2026-11-23", None),
     TunedAttention(4096, 32, 8, 128, "bfloat16", "cudnn", 310, 420.25, "2026-11-23", "0123456789ab"),
 ]
-FILE = TunedFile(NAME, "2026-11-23", "0123456789ab", "2.11.0+cu130", "3.6.0", TILES, ATTENTIONS)
+GATES = [TunedGate(8192, 8192, 2048, "bfloat16", "silu", MatmulConfig(128, 128, 64, 4, 8, 3), 800.5, 850)]
+FILE = TunedFile(NAME, "2026-11-23", "0123456789ab", "2.11.0+cu130", "3.6.0", TILES, ATTENTIONS, GATES)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "h200.json"
     path.write_bytes(written(FILE))
-    assert read_tuned(path, NAME, H200) == (TILES, ATTENTIONS)
-    assert json.loads(path.read_bytes()) | {"tiles": [], "attentions": []} == {
+    assert read_tuned(path, NAME, H200) == (TILES, ATTENTIONS, GATES)
+    assert json.loads(path.read_bytes()) | {"tiles": [], "attentions": [], "gates": []} == {
         "format": 4,
         "gpu": NAME,
         "date": "2026-11-23",
@@ -60,7 +63,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         "triton": "3.6.0",
         "tiles": [],
         "attentions": [],
+        "gates": [],
     }
+    older = json.loads(path.read_bytes())
+    del older["gates"]
+    path.write_text(json.dumps(older))
+    assert read_tuned(path, NAME, H200) == (TILES, ATTENTIONS, []), "of a file from before gates"
 
 
 Change = Callable[[dict[str, Any]], object]
@@ -78,7 +86,22 @@ def of_attention(name: str, value: Any) -> Change:
     return lambda content: content["attentions"][1].__setitem__(name, value)
 
 
+def of_gate(name: str, value: Any) -> Change:
+    return lambda content: content["gates"][0].__setitem__(name, value)
+
+
 DAMAGES: list[Change] = [
+    lambda content: content.update(gates={}),
+    lambda content: content["gates"].append(3),
+    lambda content: content["gates"][0].pop("kind"),
+    of_gate("m", 0),
+    of_gate("dtype", "float32"),
+    *(of_gate("kind", value) for value in ("relu", None, ["silu"])),
+    *(of_gate(name, value) for name in ("us", "apart_us") for value in (0, "4", None)),
+    of_gate("config", [128, 128, 64, 4, 8]),
+    # Room for one sum, not for gate's and up's.
+    of_gate("config", [128, 256, 64, 4, 8, 3]),
+    of_gate("config", [256, 128, 64, 4, 8, 2]),
     lambda content: content.update(gpu="NVIDIA H100"),
     lambda content: content.update(format=3),
     lambda content: content.update(attentions=None),
@@ -167,6 +190,20 @@ def test_an_attention_is_found_by_its_heads_and_its_length_about(
         assert tuned_attention(of[0], torch.float16, 4096, 32, 8, 128) is None
     finally:
         tuned.forget()
+
+
+def test_a_gate_is_found_by_its_sizes_and_its_tokens_about() -> None:
+    known = gate_key(*GATES[0][:5])
+    assert known == gate_key(8200, 8192, 2048, "bfloat16", "silu")
+    others = [
+        gate_key(4096, 8192, 2048, "bfloat16", "silu"),
+        gate_key(8192, 8000, 2048, "bfloat16", "silu"),
+        gate_key(8192, 8192, 2056, "bfloat16", "silu"),
+        gate_key(8192, 8192, 2048, "float16", "silu"),
+        gate_key(8192, 8192, 2048, "bfloat16", "gelu"),
+    ]
+    assert known not in others and len(set(others)) == 5
+    assert tuned.tuned_gate(torch.empty(8192, 2048), 8192, "silu") is None, "on a CPU nothing is looked up"
 
 
 def test_a_few_tokens_more_are_the_same_product() -> None:

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.autocast import lowered
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
+from tpkernels.ops.matmul.tuned import tuned_gate
 
+from tpengine.layers.collectives import ShardCommunicator
 from tpengine.layers.linear.layers import ColumnParallelLinear, with_biases
 from tpengine.layers.linear.memory import lies_at
 from tpengine.layers.linear.prepared import PreparedWeight
-from tpengine.layers.linear.products import check_gather, column_product, is_traceable
+from tpengine.layers.linear.products import check_gather, column_product, gated_product, is_traceable
 
 
 class PackedWeights:
@@ -86,6 +88,29 @@ class PackedWeights:
         if _are_called_alone(members or self.layers, self.layers):
             return torch.cat([member(x) for member in members or self.layers], dim=1)
         return with_biases(self._product(x), self.layers)
+
+    def forward_gated(self, x: Tensor, members: Sequence[nn.Module], kind: str) -> Tensor | None:
+        """Return h[T, F] = act(g) * u of the packed product (g, u), by one kernel; None where it is to be made apart.
+
+        It is one kernel where a file of this kind of GPU says that this was timed to be faster (tpkernels' tuned.py),
+        on one rank, without biases. Not for exact mode's shards: what is tuned depends on sizes.
+
+        Args:
+            x: all tokens.
+            members: as forward_packed.
+            kind: act: silu, gelu or gelu_tanh.
+        """
+        first = self.layers[0]
+        is_one_rank = first.comm.size == 1 and not isinstance(first.comm, ShardCommunicator)
+        if not is_one_rank or first.bias is not None or torch.compiler.is_compiling():
+            return None
+        weights: list[Tensor] = [layer.weight for layer in self.layers]
+        x, *operands = lowered(x, *weights)
+        tuned = tuned_gate(x, len(weights[0]), kind)
+        if tuned is None or tuned.apart_us <= tuned.us or _are_called_alone(members, self.layers):
+            return None
+        check_gather(x, operands, first.comm)
+        return gated_product(x, self._packed(operands), kind, tuned.config, self.layers, weights)
 
     def _product(self, x: Tensor) -> Tensor:
         weights: list[Tensor] = [layer.weight for layer in self.layers]

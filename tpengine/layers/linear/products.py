@@ -14,7 +14,7 @@ given the registered operators.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from torch.nn import Parameter
 from tpkernels.derivatives import applied, refuse_second_order
 from tpkernels.fused.all_gather_matmul import gather_problem
 from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, scatter_and_gather
+from tpkernels.ops.activation import activation_backward
+from tpkernels.ops.matmul.configs import MatmulConfig
+from tpkernels.ops.matmul.swiglu import matmul_gated_forward
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import Gradients, GradientSink, ParamGradSink, WeightTerm, check_reaches
@@ -44,6 +47,14 @@ class LinearLayer(Protocol):
     sink: GradientSink
     gathers_again: bool
     replicas: Communicator | None
+
+
+class Epilogue(NamedTuple):
+    """What a gated product does before it stores: the activation's kind, the tile, and whether y is stored too."""
+
+    kind: str
+    config: MatmulConfig
+    keeps_y: bool
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -84,7 +95,11 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("a column-parallel layer")
-        kept, packed = ctx.saved_tensors
+        return _ColumnParallel.gradients(ctx, dy, *ctx.saved_tensors)
+
+    @staticmethod
+    def gradients(ctx: Any, dy: Tensor, kept: Tensor, packed: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of forward's arguments."""
         layers, is_whole = ctx.layers, ctx.is_whole
         if ctx.versions not in (None, [version_of(weight) for weight in ctx.weights]):
             raise RuntimeError(
@@ -112,6 +127,38 @@ class _ColumnParallel(torch.autograd.Function):
         dws: Gradients = sink.weight_grads(trained, dy, kept, gather_x=None if is_whole else comm) if trained else ()
         left = iter(dws)
         return (dx, None, None, None, *(next(left) if is_trained else None for is_trained in are_trained))
+
+
+class _GatedColumnParallel(_ColumnParallel):
+    """Local shapes: x[T, D], w = (w_gate, w_up)[F, D], y = (g, u)[T, 2F], h[T, F]; one rank has all tokens and columns.
+
+    forward:  h = act(g) * u, (g, u) = x @ w.T         one kernel, the activation in its epilogue
+    dgrad:    dy of dh and y by the activation's kernel, then as _ColumnParallel
+    wgrad:    as _ColumnParallel
+
+    x and y are kept, as the product and the activation keep them apart. h is made of g and u before they are rounded.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        packed: Tensor,
+        epilogue: Epilogue,
+        layers: Sequence[LinearLayer],
+        *weights: Tensor,
+    ) -> Tensor:
+        kind, config, keeps = epilogue
+        h, y = matmul_gated_forward(x, packed, kind, keeps, False, config)
+        ctx.save_for_backward(x, packed, y)
+        ctx.layers, ctx.prepared, ctx.is_whole, ctx.weights, ctx.kind = layers, None, True, weights, kind
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order("a gated column-parallel layer")
+        x, packed, y = ctx.saved_tensors
+        return _ColumnParallel.gradients(ctx, activation_backward(dh, y, ctx.kind, True), x, packed)
 
 
 class _RowParallel(torch.autograd.Function):
@@ -203,6 +250,26 @@ def column_product(
         check_reaches(layers[0].sink, weight, "a column-parallel weight")
     y: Tensor = applied(_ColumnParallel, x, packed, prepared, layers, *weights)
     return y
+
+
+def gated_product(
+    x: Tensor, packed: Tensor, kind: str, config: MatmulConfig, layers: Sequence[LinearLayer], weights: Sequence[Tensor]
+) -> Tensor:
+    """Return h[T, F] = act(g) * u, (g, u) = x[T, D] @ w[2F, D].T, by one kernel. Its callers have checked that x fits.
+
+    Args:
+        x, packed, layers, weights: as column_product, of gate and up, on one rank.
+        kind: act: silu, gelu or gelu_tanh.
+        config: the tile that was tuned.
+
+    Raises:
+        ValueError: as column_product.
+    """
+    for weight in weights:
+        check_reaches(layers[0].sink, weight, "a column-parallel weight")
+    keeps = torch.is_grad_enabled() and any(of.requires_grad for of in (x, *weights))
+    h: Tensor = applied(_GatedColumnParallel, x, packed, Epilogue(kind, config, keeps), layers, *weights)
+    return h
 
 
 def row_product(

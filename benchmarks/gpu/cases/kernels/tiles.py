@@ -15,11 +15,14 @@ from tpkernels.ops.matmul.configs import MatmulConfig
 from tpkernels.ops.matmul.kernel import launch_matmul
 from tpkernels.ops.matmul.tuned import (
     AttentionKey,
+    GateKey,
     Key,
     Tile,
     TunedAttention,
     TunedFile,
+    TunedGate,
     attention_key,
+    gate_key,
     is_allowed,
     path_for,
     read_tuned,
@@ -212,21 +215,24 @@ def save(
     *,
     tiles: Iterable[Tile] = (),
     attentions: Iterable[TunedAttention] = (),
+    gates: Iterable[TunedGate] = (),
     copied: Path | None = None,
 ) -> None:
     """Write what was found to both places, beside what either has of an earlier run and this one lacks."""
     places = [place for place in (copied, path) if place is not None]
     every_tile: dict[Key, Tile] = {}
     every_attention: dict[AttentionKey, TunedAttention] = {}
-    for known_tiles, known in [
+    every_gate: dict[GateKey, TunedGate] = {}
+    for known_tiles, known, known_gates in [
         *(read_tuned(place, gpu, target) for place in places if place.exists()),
-        (tiles, attentions),
+        (tiles, attentions, gates),
     ]:
         every_tile |= {tile_key(tile): tile for tile in known_tiles}
         every_attention |= {attention_key(*one[:5]): one for one in known}
+        every_gate |= {gate_key(*one[:5]): one for one in known_gates}
     where = environment()
     head = gpu, where["date"], where["commit"], where["torch"], where["triton"]
-    file = TunedFile(*head, [*every_tile.values()], [*every_attention.values()])
+    file = TunedFile(*head, [*every_tile.values()], [*every_attention.values()], [*every_gate.values()])
     for place in places:
         place.parent.mkdir(parents=True, exist_ok=True)
         write_beside(place, written(file))

@@ -1,9 +1,9 @@
-"""A gated projection with SwiGLU in one matmul, forward and backward.
+"""A gated projection with SwiGLU or GeGLU in one matmul, forward and backward.
 
     y[T, 2F/tp] = x[T, D] @ weight[2F/tp, D].T                     (gate, up) side by side
-    h[T, F/tp] = silu(gate) * up
+    h[T, F/tp] = act(gate) * up                                    act = silu; the engine's also gelu, gelu_tanh
 
-    dy[T, 2F/tp] = (dh * up * silu'(gate), dh * silu(gate))        as activation.py
+    dy[T, 2F/tp] = (dh * up * act'(gate), dh * act(gate))          as activation.py
     dx[T, D] = dy @ weight                                         partial(tp)
     dweight[2F/tp, D] = dy.T @ x
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from tpkernels.autocast import lowered
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.ops.activation import activation_backward_op, activation_forward, activation_reference
+from tpkernels.ops.matmul.configs import MatmulConfig
 from tpkernels.ops.matmul.host import product
 from tpkernels.ops.matmul.operator import has_kernel, matmul_op
 from tpkernels.ops.matmul.swiglu_kernel import launch_matmul_swiglu
@@ -38,18 +39,28 @@ def matmul_swiglu_reference(x: Tensor, weight: Tensor) -> Tensor:
     return activation_reference(x @ weight.T, "silu", gated=True)
 
 
-def matmul_swiglu_forward(x: Tensor, weight: Tensor, keeps_y: bool, fixed: bool) -> tuple[Tensor, Tensor]:
-    """Run `matmul_swiglu_op` without torch's dispatcher, for callers inside a Function of their own."""
+def matmul_gated_forward(
+    x: Tensor, weight: Tensor, kind: str, keeps_y: bool, fixed: bool, config: MatmulConfig | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (h, y) as `matmul_swiglu_op`, of any activation, for callers inside a Function of their own.
+
+    Args:
+        kind: as activation.py.
+        config: the tile that was tuned, or None for that of the sizes.
+
+    Cost: of T rows 4*T*F*D flops; reads x and weight, T*D + 2*F*D elements, writes h, T*F, and y, 2*T*F, if it is kept.
+    With the activation's kernel apart y is read once more: 2*T*F elements that this saves.
+    """
     if has_kernel(x):
-        return launch_matmul_swiglu(x, weight, keeps_y, fixed=fixed)
+        return launch_matmul_swiglu(x, weight, keeps_y, kind=kind, fixed=fixed, config=config)
     y = product(x, weight.T)
-    return activation_forward(y, "silu", True), y if keeps_y else y.new_empty(0)
+    return activation_forward(y, kind, True), y if keeps_y else y.new_empty(0)
 
 
 @torch.library.custom_op("tpkernels::matmul_swiglu", mutates_args=())
 def matmul_swiglu_op(x: Tensor, weight: Tensor, keeps_y: bool, fixed: bool) -> tuple[Tensor, Tensor]:
     """Return (h, y), new and contiguous; y has no elements unless it is kept, and gets no gradient."""
-    return matmul_swiglu_forward(x, weight, keeps_y, fixed)
+    return matmul_gated_forward(x, weight, "silu", keeps_y, fixed)
 
 
 @matmul_swiglu_op.register_fake

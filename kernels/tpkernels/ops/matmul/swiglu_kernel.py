@@ -1,7 +1,7 @@
 """The Triton kernel of swiglu.py: two products of the same x, gate and up, and their SwiGLU before anything is stored.
 
     gate[T, F], up[T, F] = x[T, D] @ weight[2F, D].T               y[T, 2F] = (gate, up) side by side, if asked for
-    h[T, F] = silu(gate) * up
+    h[T, F] = act(gate) * up                                       act: silu, gelu or gelu_tanh (GeGLU)
 
 A program has the same columns of gate and up in two sums, and reads x once for both.
 """
@@ -76,6 +76,7 @@ def _finish_pair(
     column: tl.tensor,
     num_rows: tl.tensor,
     num_columns: tl.tensor,
+    KIND: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
     """Store h, and also gate and up if p_y is not None; in PARTS parts of the columns, one after another."""
@@ -84,8 +85,8 @@ def _finish_pair(
     if PARTS > 1:
         left_gate, right_gate = tl.split(tl.permute(tl.reshape(gate, (M, 2, N // 2)), (0, 2, 1)))
         left_up, right_up = tl.split(tl.permute(tl.reshape(up, (M, 2, N // 2)), (0, 2, 1)))
-        _finish_pair(left_gate, left_up, p_h, p_y, row, column, num_rows, num_columns, PARTS // 2)
-        _finish_pair(right_gate, right_up, p_h, p_y, row, column + N // 2, num_rows, num_columns, PARTS // 2)
+        _finish_pair(left_gate, left_up, p_h, p_y, row, column, num_rows, num_columns, KIND, PARTS // 2)
+        _finish_pair(right_gate, right_up, p_h, p_y, row, column + N // 2, num_rows, num_columns, KIND, PARTS // 2)
     else:
         o_m = (row + tl.arange(0, M)).to(tl.int64)
         o_n = column + tl.arange(0, N)
@@ -96,7 +97,7 @@ def _finish_pair(
             p_gate = p_y + o_h + o_m[:, None] * num_columns
             tl.store(p_gate, gate.to(dtype), mask=m_inside)
             tl.store(p_gate + num_columns, up.to(dtype), mask=m_inside)
-        tl.store(p_h + o_h, (activated(gate, "silu") * up).to(dtype), mask=m_inside)
+        tl.store(p_h + o_h, (activated(gate, KIND) * up).to(dtype), mask=m_inside)
 
 
 @jit(do_not_specialize=["num_rows", "num_columns", "depth"])
@@ -118,6 +119,7 @@ def matmul_swiglu_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
+    KIND: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
     """Compute every num_programs-th tile of h per program.
@@ -152,17 +154,24 @@ def matmul_swiglu_kernel(
             BLOCK_N,
             BLOCK_K,
         )
-        _finish_pair(gate, up, p_h, p_y, row, column, num_rows, num_columns, PARTS)
+        _finish_pair(gate, up, p_h, p_y, row, column, num_rows, num_columns, KIND, PARTS)
 
 
 def launch_matmul_swiglu(
-    x: Tensor, weight: Tensor, keeps_y: bool, *, fixed: bool = False, config: MatmulConfig | None = None
+    x: Tensor,
+    weight: Tensor,
+    keeps_y: bool,
+    *,
+    kind: str = "silu",
+    fixed: bool = False,
+    config: MatmulConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch h[T, F] = SwiGLU of x[T, D] and weight[2F, D]; without checks.
 
     Args:
         x, weight: of one dtype of KERNEL_DTYPES, any strides; copied if rows have gaps.
         keeps_y: whether y[T, 2F] is stored too.
+        kind: of the gate's activation, as activation.py.
         fixed, config: as launch_matmul.
 
     Returns: h and y; y has no elements if it is not stored.
@@ -197,6 +206,7 @@ def launch_matmul_swiglu(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
+        KIND=kind,
         PARTS=num_parts(config),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -1,8 +1,11 @@
-"""What was timed on a GPU, tiles of the matmul and whose attention: one file per kind of GPU, read when first needed.
+"""What was timed on a GPU: tiles of the matmul, whose attention, where a gate's activation is computed.
 
-`python -m benchmarks.run gpu` writes `tuned/<gpu>.json`; without one the tables of configs.py hold, and
-attention is ours; the same for a size that was not tuned. Nothing is timed in a training run, so all runs and ranks
-that have the same file choose alike. What must not depend on sizes (`fixed`, exact mode) is never looked up.
+There is one file per kind of GPU, read when first needed.
+
+`python -m benchmarks.run gpu` writes `tuned/<gpu>.json`; without one the tables of configs.py hold, attention is ours,
+and a gate's activation is a kernel of its own; the same for a size that was not tuned. Nothing is timed in a training
+run, so all runs and ranks that have the same file choose alike. What must not depend on sizes (`fixed`, exact mode) is
+never looked up.
 
 The file comes from outside and decides what is compiled, so all of it is checked; a wrong one is an error and not left
 out in silence.
@@ -13,7 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +38,7 @@ _ATTENTION_DTYPES = (*_DTYPES, "float32", "float64")
 OURS = "ours"
 # Backends of torch's scaled_dot_product_attention. "math" is for tests on a CPU.
 BACKENDS = ("cudnn", "flash", "math")
+KINDS = ("silu", "gelu", "gelu_tanh")
 
 
 class Tile(NamedTuple):
@@ -85,8 +89,30 @@ class TunedAttention(NamedTuple):
     commit: str | None
 
 
+class TunedGate(NamedTuple):
+    """The fastest tile of a gated projection with its activation in the epilogue, h[m, n] of x[m, k] @ weight[2n, k].T.
+
+    Attributes:
+        m, n, k: sizes at which it was timed.
+        dtype: of the operands.
+        kind: of the activation, one of KINDS.
+        config: the tile.
+        us, apart_us: microseconds of that one kernel, and of torch.mm with the activation's kernel behind it; both keep
+            the product for backward. Where apart is faster, apart it is.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    kind: str
+    config: MatmulConfig
+    us: float
+    apart_us: float
+
+
 class TunedFile(NamedTuple):
-    """The contents of a file: for which GPU, when, from which commit and versions, tiles, and attentions."""
+    """The contents of a file: for which GPU, when, from which commit and versions, tiles, attentions, and gates."""
 
     gpu: str
     date: str
@@ -95,10 +121,12 @@ class TunedFile(NamedTuple):
     triton: str | None
     tiles: list[Tile]
     attentions: list[TunedAttention]
+    gates: Sequence[TunedGate] = ()
 
 
 Key = tuple[int, int, int, str, bool, bool, bool]
 AttentionKey = tuple[int, int, int, int, str]
+GateKey = tuple[int, int, int, str, str]
 
 
 def path_for(gpu: str) -> Path:
@@ -122,6 +150,11 @@ def attention_key(seq: int, heads: int, kv_heads: int, head_size: int, dtype: st
     return nearest_power_of_2(seq), heads, kv_heads, head_size, dtype
 
 
+def gate_key(m: int, n: int, k: int, dtype: str, kind: str) -> GateKey:
+    """Return the key of a gated projection; the number of tokens m is rounded."""
+    return nearest_power_of_2(m), n, k, dtype, kind
+
+
 def is_allowed(config: MatmulConfig, item_bytes: int, target: Target) -> bool:
     """Return whether a tile may be compiled: legal blocks, warps and stages, and room in shared memory."""
     stage_bytes = (config.block_m + config.block_n) * config.block_k * item_bytes
@@ -138,14 +171,22 @@ def is_allowed(config: MatmulConfig, item_bytes: int, target: Target) -> bool:
 
 def written(file: TunedFile) -> bytes:
     """Return a file's bytes: a line per tile and per attention."""
-    head = {"format": _FORMAT} | {name: value for name, value in file._asdict().items() if not isinstance(value, list)}
-    tiles = ",\n".join(json.dumps(tile._asdict() | {"config": list(tile.config[:6])}) for tile in file.tiles)
-    attentions = ",\n".join(json.dumps(one._asdict()) for one in file.attentions)
-    return f'{json.dumps(head)[:-1]}, "tiles": [\n{tiles}\n], "attentions": [\n{attentions}\n]}}\n'.encode()
+    every = file._asdict()
+    lists = {name: every.pop(name) for name in ("tiles", "attentions", "gates")}
+    text = json.dumps({"format": _FORMAT} | every)[:-1]
+    for name, entries in lists.items():
+        lines = [json.dumps(_plain(entry)) for entry in entries]
+        text += f', "{name}": [\n' + ",\n".join(lines) + "\n]"
+    return f"{text}}}\n".encode()
 
 
-def read_tuned(path: Path, gpu: str, target: Target) -> tuple[list[Tile], list[TunedAttention]]:
-    """Return the tiles and the attentions of a file.
+def _plain(entry: Any) -> dict[str, Any]:
+    fields = entry._asdict()
+    return fields | {"config": list(fields["config"][:6])} if "config" in fields else fields
+
+
+def read_tuned(path: Path, gpu: str, target: Target) -> tuple[list[Tile], list[TunedAttention], list[TunedGate]]:
+    """Return the tiles, the attentions and the gates of a file; one that was written before gates has none.
 
     Args:
         path: the file.
@@ -165,12 +206,13 @@ def read_tuned(path: Path, gpu: str, target: Target) -> tuple[list[Tile], list[T
     _require(isinstance(content, dict), path, "be a JSON object", "something else")
     found = content.get("format"), content.get("gpu")
     _require(found == (_FORMAT, gpu), path, f"have format {_FORMAT} and be of {gpu!r}", repr(found))
-    tiles, attentions = content.get("tiles"), content.get("attentions")
-    for name, value in (("tiles", tiles), ("attentions", attentions)):
+    tiles, attentions, gates = content.get("tiles"), content.get("attentions"), content.get("gates", [])
+    for name, value in (("tiles", tiles), ("attentions", attentions), ("gates", gates)):
         _require(isinstance(value, list), path, f"have a list of {name}", repr(type(value).__name__))
     return (
         [_tile(path, place, entry, target) for place, entry in enumerate(tiles)],
         [_attention(path, place, entry) for place, entry in enumerate(attentions)],
+        [_gate(path, place, entry, target) for place, entry in enumerate(gates)],
     )
 
 
@@ -221,9 +263,21 @@ def tuned_attention(
     return known.get(attention_key(seq, heads, kv_heads, head_size, str(dtype).removeprefix("torch.")))
 
 
+def tuned_gate(x: Tensor, n: int, kind: str) -> TunedGate | None:
+    """Return what was timed for h[m, n] of x[m, k] @ weight[2n, k].T on x's GPU; None if that is not known.
+
+    Raises:
+        ValueError: the GPU's file is wrong.
+    """
+    if not x.is_cuda:
+        return None
+    known = _gates_of(x.device.index or 0)
+    return known.get(gate_key(len(x), n, x.shape[1], str(x.dtype).removeprefix("torch."), kind)) if known else None
+
+
 def forget() -> None:
     """Read the files again when they are next needed."""
-    for read in (_read, _tiles_of, _attentions_of):
+    for read in (_read, _tiles_of, _attentions_of, _gates_of):
         read.cache_clear()
 
 
@@ -238,24 +292,47 @@ def _attentions_of(device: torch.device) -> Mapping[AttentionKey, TunedAttention
 
 
 @functools.cache
-def _read(device: torch.device) -> tuple[list[Tile], list[TunedAttention]]:
+def _gates_of(device: int) -> Mapping[GateKey, TunedGate]:
+    return {gate_key(*one[:5]): one for one in _read(torch.device("cuda", device))[2]}
+
+
+@functools.cache
+def _read(device: torch.device) -> tuple[list[Tile], list[TunedAttention], list[TunedGate]]:
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     path = path_for(gpu)
-    return read_tuned(path, gpu, target_of(torch.empty(0, device=device))) if path.exists() else ([], [])
+    return read_tuned(path, gpu, target_of(torch.empty(0, device=device))) if path.exists() else ([], [], [])
 
 
 def _tile(path: Path, place: int, entry: Any, target: Target) -> Tile:
     where = f"tile {place}"
-    _require(
-        isinstance(entry, dict) and set(entry) == set(Tile._fields), path, f"have every field in {where}", _short(entry)
-    )
+    config = _require_product(path, where, entry, Tile._fields, target)
+    for name in _FLAGS:
+        _require(isinstance(entry[name], bool), path, f"say {name} in {where}", _short(entry[name]))
+    _require_times(path, where, entry["us"])
+    if not (entry["accumulates"] and entry["torch_us"] is None):
+        _require_times(path, where, entry["torch_us"])
+    return Tile(**entry | {"config": config})
+
+
+def _gate(path: Path, place: int, entry: Any, target: Target) -> TunedGate:
+    where = f"gate {place}"
+    config = _require_product(path, where, entry, TunedGate._fields, target)
+    _require(entry["kind"] in KINDS, path, f"have a kind of {', '.join(KINDS)} in {where}", _short(entry["kind"]))
+    # Each of a tile's columns stands for two sums, gate and up.
+    wide = config._replace(block_n=2 * config.block_n)
+    _require(is_allowed(wide, 2, target), path, f"have a config with room for two sums in {where}", _short(config[:6]))
+    _require_times(path, where, entry["us"], entry["apart_us"])
+    return TunedGate(**entry | {"config": config})
+
+
+def _require_product(path: Path, where: str, entry: Any, fields: Sequence[str], target: Target) -> MatmulConfig:
+    """Check what all entries of products have, and return the tile."""
+    _require(isinstance(entry, dict) and set(entry) == set(fields), path, f"have every field in {where}", _short(entry))
     for name in _SIZES:
         _require(_is_int(entry[name]) and 1 <= entry[name] < 2**31, path, f"have sizes in {where}", _short(entry[name]))
     _require(
         entry["dtype"] in _DTYPES, path, f"have a dtype of {', '.join(_DTYPES)} in {where}", _short(entry["dtype"])
     )
-    for name in _FLAGS:
-        _require(isinstance(entry[name], bool), path, f"say {name} in {where}", _short(entry[name]))
     numbers = entry["config"]
     legal = isinstance(numbers, list) and len(numbers) == 6 and all(map(_is_int, numbers))
     _require(
@@ -264,10 +341,7 @@ def _tile(path: Path, place: int, entry: Any, target: Target) -> Tile:
         f"have a legal config in {where}",
         _short(numbers),
     )
-    _require_times(path, where, entry["us"])
-    if not (entry["accumulates"] and entry["torch_us"] is None):
-        _require_times(path, where, entry["torch_us"])
-    return Tile(**entry | {"config": MatmulConfig(*numbers)})
+    return MatmulConfig(*numbers)
 
 
 def _attention(path: Path, place: int, entry: Any) -> TunedAttention:

@@ -1,16 +1,19 @@
 """The Triton kernels of operator.py, which has the equations, and their launchers.
 
-A forward program has some rows. A backward program has more: it adds their part of dw and db in registers, and writes
-one partial row; a second kernel adds the partial rows. How many rows a program has depends only on their total number,
-and so does the order of the sums.
+A forward program has some rows. A backward program has more, one block of rows after another: it reads the weight
+once, loads the next blocks while it computes one, adds its part of dw and db in registers, and writes one partial row.
+A second kernel adds the partial rows. How many rows a program has depends only on their total number, not on the GPU's
+processors, and so does the order of the sums.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from tpkernels.launch import accumulation_dtype, cdiv, jit, power_of_2, run, tl, widened
+from tpkernels.launch import Target, accumulation_dtype, cdiv, jit, power_of_2, run, target_of, tl, widened
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -85,45 +88,52 @@ def _norm_backward_kernel(
     stride_total: tl.int64,
     CENTERED: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    LOOP_STAGES: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
     """Write dx of rows_per_program rows of one chunk per program, and one row of p_dw and of p_db.
 
-    A program takes BLOCK_ROWS rows at a time. Wide rows are divided into NUM_SPLITS blocks of columns, and each block
-    belongs to a program of its own. That program also reads the other blocks, but only for the rows' means. p_db may be
-    None, and so may p_dtotal, the gradient that reaches total from its other use.
+    A program takes BLOCK_ROWS rows at a time, which divides rows_per_program, and loads LOOP_STAGES - 1 blocks ahead.
+    Wide rows are divided into NUM_SPLITS blocks of columns, and each block belongs to a program of its own. That
+    program also reads the other blocks, but only for the rows' means. p_db may be None, and so may p_dtotal, the
+    gradient that reaches total from its other use.
     """
     i_split = tl.program_id(0) % NUM_SPLITS
     i_program = (tl.program_id(0) // NUM_SPLITS).to(tl.int64)
     i_chunk, i_part = i_program // programs_per_chunk, i_program % programs_per_chunk
     first = i_part * rows_per_program
-    b_dw = tl.zeros([BLOCK_COLUMNS], p_dw.dtype.element_ty)
-    b_db = tl.zeros([BLOCK_COLUMNS], p_dw.dtype.element_ty)
-    for step in range(0, rows_per_program, BLOCK_ROWS):
+    o_own = i_split * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    # [BLOCK_COLUMNS]
+    b_own_weight = widened(tl.load(p_weight + o_own, mask=o_own < num_columns, other=0.0))
+    b_dw = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], p_dw.dtype.element_ty)
+    b_db = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], p_dw.dtype.element_ty)
+    for step in tl.range(0, rows_per_program, BLOCK_ROWS, num_stages=LOOP_STAGES):
         o_chunk_row = first + step + tl.arange(0, BLOCK_ROWS)
-        m_row = (o_chunk_row < num_chunk_rows) & (step + tl.arange(0, BLOCK_ROWS) < rows_per_program)
+        m_row = o_chunk_row < num_chunk_rows
         o_row = i_chunk * num_chunk_rows + o_chunk_row
         rstd = tl.load(p_rstd + o_row, mask=m_row, other=0.0)
         sum_gh = tl.zeros_like(rstd)
         sum_g = tl.zeros_like(rstd)
         for i in tl.static_range(1, NUM_SPLITS + 1):  # the last is the program's own block, used below
-            o_column = (i_split + i) % NUM_SPLITS * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-            m_column = o_column < num_columns
-            m_inside = m_row[:, None] & m_column[None, :]
+            if i == NUM_SPLITS:
+                o_column = o_own
+                b_weight = b_own_weight
+            else:
+                o_column = (i_split + i) % NUM_SPLITS * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+                # [BLOCK_COLUMNS], again for every block of rows: all of them kept would take too many registers
+                b_weight = widened(tl.load(p_weight + o_column, mask=o_column < num_columns, other=0.0))
+            m_inside = m_row[:, None] & (o_column < num_columns)[None, :]
             # [BLOCK_ROWS, BLOCK_COLUMNS]
             b_total = tl.load(p_total + o_row[:, None] * stride_total + o_column[None, :], mask=m_inside, other=0.0)
             # [BLOCK_ROWS, BLOCK_COLUMNS]
             b_dy = tl.load(p_dy + o_row[:, None] * stride_dy + o_column[None, :], mask=m_inside, other=0.0)
-            # Load the weight again for every block of rows. Kept, it would take registers that wide rows need.
-            # [BLOCK_COLUMNS]
-            b_weight = tl.load(p_weight + o_column, mask=m_column, other=0.0)
             b_h, b_dy = widened(b_total), widened(b_dy)
             if CENTERED:
                 mean = tl.load(p_mean + o_row, mask=m_row, other=0.0)
                 b_h = tl.where(m_inside, b_h - mean[:, None], 0.0)
             b_h *= rstd[:, None]
-            b_g = b_dy * widened(b_weight)[None, :]
+            b_g = b_dy * b_weight[None, :]
             sum_gh += tl.sum(b_g * b_h, axis=1)
             sum_g += tl.sum(b_g, axis=1)
         b_dx = b_g - b_h * (sum_gh / num_columns)[:, None]
@@ -133,18 +143,17 @@ def _norm_backward_kernel(
         if p_dtotal is not None:
             # [BLOCK_ROWS, BLOCK_COLUMNS]
             b_dx += widened(
-                tl.load(p_dtotal + o_row[:, None] * stride_dtotal + o_column[None, :], mask=m_inside, other=0.0)
+                tl.load(p_dtotal + o_row[:, None] * stride_dtotal + o_own[None, :], mask=m_inside, other=0.0)
             )
-        o_dense = o_row[:, None] * num_columns + o_column[None, :]
+        o_dense = o_row[:, None] * num_columns + o_own[None, :]
         tl.store(p_dx + o_dense, b_dx.to(p_dx.dtype.element_ty), mask=m_inside)
-        b_dw += tl.sum(b_dy * b_h, axis=0)
+        # The rows of a block are added behind the loop: here that would be an exchange between warps for each block.
+        b_dw += b_dy * b_h
         if p_db is not None:
-            b_db += tl.sum(b_dy, axis=0)
-    o_column = i_split * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    m_column = o_column < num_columns
-    tl.store(p_dw + i_program * num_columns + o_column, b_dw, mask=m_column)
+            b_db += b_dy
+    tl.store(p_dw + i_program * num_columns + o_own, tl.sum(b_dw, axis=0), mask=o_own < num_columns)
     if p_db is not None:
-        tl.store(p_db + i_program * num_columns + o_column, b_db, mask=m_column)
+        tl.store(p_db + i_program * num_columns + o_own, tl.sum(b_db, axis=0), mask=o_own < num_columns)
 
 
 @jit(do_not_specialize=["num_parts"])
@@ -211,6 +220,32 @@ def launch_norm(
     return y, total, mean, rstd
 
 
+class BackwardConfig(NamedTuple):
+    """How a program of the backward kernel goes through its rows.
+
+    Attributes:
+        block_bytes: of one operand that a program takes at a time: whole rows, or a block of a wide row's columns.
+        elements_per_warp: of such a block; half as many with a bias, whose gradient has sums of its own.
+        num_stages: blocks in shared memory at most, of which all but one are loaded ahead; 1 loads into registers.
+        most_programs: among which the rows of a chunk are divided, 64 rows each at most; the order of dw's sum.
+    """
+
+    block_bytes: int = 8192
+    elements_per_warp: int = 512
+    num_stages: int = 3
+    most_programs: int = 256
+
+
+def backward_config(target: Target) -> BackwardConfig:
+    """Return the configuration of a target; no GPU has timed them yet.
+
+    Memory is kept busy by what is on its way: 26 KB per processor of an H200 (4.3 TB/s, 0.8 us). Two programs of 8
+    warps have three operands of two blocks each on their way, 96 KB at most, where one row loaded when the last one was
+    done were 16 KB: 61 % of a copy's bandwidth. AMD's have 64 KB of shared memory: there blocks go into registers.
+    """
+    return BackwardConfig(num_stages=1) if target.backend == "hip" else BackwardConfig()
+
+
 def launch_norm_backward(
     dy: Tensor,
     dtotal: Tensor | None,
@@ -221,18 +256,26 @@ def launch_norm_backward(
     num_chunks: int,
     centered: bool,
     has_bias: bool,
+    config: BackwardConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the operator tpkernels::norm_backward with its kernels."""
+    """Run the operator tpkernels::norm_backward with its kernels.
+
+    Args:
+        config: for benchmarks; None for that of the target.
+    """
     num_rows, num_columns = total.shape
     chunk_rows = num_rows // num_chunks
+    config = config or backward_config(target_of(total))
     # The values read and the sums (one row or two) must fit into registers.
-    most_columns = 4096 if has_bias else 8192
-    elements_per_warp = 256 if has_bias and num_columns <= most_columns else 512
-    num_splits = cdiv(num_columns, most_columns)
-    block = _block(min(num_columns, most_columns), 1024, elements_per_warp)
-    # 256 to 2048 programs per chunk, with 64 rows each if possible: then partial rows are 1 to 4 % of the bytes moved.
-    fewest, most = (power_of_2(cdiv(chunk_rows, programs)) for programs in (2048, 256))
-    rows_per_program = max(block["BLOCK_ROWS"], fewest, min(64, most))
+    num_splits = cdiv(num_columns, 4096 if has_bias else 8192)
+    columns = power_of_2(cdiv(num_columns, num_splits))
+    rows = min(16, max(1, config.block_bytes // (columns * total.element_size())))
+    # What is loaded ahead must fit into shared memory: of each block total and dy, and the other gradient.
+    stage_bytes = (2 * num_splits + (dtotal is not None)) * rows * columns * total.element_size()
+    num_stages = max(1, min(config.num_stages, target_of(total).shared_memory_bytes // stage_bytes))
+    # So many programs per chunk, with 64 rows each if possible: then partial rows are 1 to 4 % of the bytes moved.
+    fewest, most = (power_of_2(cdiv(chunk_rows, programs)) for programs in (2048, config.most_programs))
+    rows_per_program = max(rows, fewest, min(64, most))
     num_parts = cdiv(chunk_rows, rows_per_program)
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     parts = torch.empty(1 + has_bias, num_chunks, num_parts, num_columns, dtype=rstd.dtype, device=dx.device)
@@ -260,17 +303,21 @@ def launch_norm_backward(
         total.stride(0),
         CENTERED=centered,
         NUM_SPLITS=num_splits,
-        **block,
+        LOOP_STAGES=num_stages,
+        BLOCK_ROWS=rows,
+        BLOCK_COLUMNS=columns,
+        num_warps=min(16, max(4, power_of_2((1 + has_bias) * rows * columns // config.elements_per_warp))),
     )
+    # 32 columns per program: many programs, each of which waits for memory once or twice.
     run(
         _sum_parts_kernel,
-        (cdiv(num_columns, 128), (1 + has_bias) * num_chunks),
+        (cdiv(num_columns, 32), (1 + has_bias) * num_chunks),
         parts,
         sums,
         num_parts,
         num_columns,
-        BLOCK_PARTS=32,
-        BLOCK_COLUMNS=128,
+        BLOCK_PARTS=128,
+        BLOCK_COLUMNS=32,
         num_warps=4,
     )
     return dx, sums

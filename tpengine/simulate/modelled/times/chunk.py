@@ -46,6 +46,9 @@ class ChunkActions:
         gathers_again = chunk.gathered is Gathered.AGAIN and size.own_tokens < size.tokens
         # Exchanges of the weight half: of the inputs of column-parallel products, and, in W, of dy of the others.
         self.columns_again = int(gathers_again)
+        # Blocks of which backward computes a part again begin with a sum that is made.
+        begins_whole = chunk.recompute in (Recompute.ATTENTION, Recompute.BLOCK)
+        self.leaves_sums = operators.leaves_sums and not begins_whole
 
     def by_kind(self) -> Mapping[Kind, ActionSeconds]:
         """Return F; I with what is computed again; W; B, which is I and W without gathering dy a second time."""
@@ -83,7 +86,8 @@ class ChunkActions:
 
     def _once(self, operators: Callable[..., OperatorSum], *of: object) -> OperatorSum:
         """Return what operators take, which are worked out once for all chunks that have them alike."""
-        key = (operators.__name__, *of, self.operators.shards, self.columns_again, self.is_first, self.is_last)
+        ends = self.is_first, self.is_last
+        key = (operators.__name__, *of, self.operators.shards, self.columns_again, *ends, self.leaves_sums)
         if key not in self.known:
             self.known[key] = operators(*of)
         return self.known[key]
@@ -125,7 +129,8 @@ class ChunkActions:
         qkv, output, _, _ = operators.products(1)
         output += operators.tree()
         attended = self.attention.attend(window)
-        return operators.norm() + qkv + operators.rope() + attended + output + operators.dropped()
+        norm = operators.norm(residual=self.leaves_sums)
+        return norm + qkv + operators.rope() + attended + output + operators.dropped()
 
     def _mlp(self) -> OperatorSum:
         operators = self.operators
@@ -137,19 +142,24 @@ class ChunkActions:
             + operators.norm(residual=operators.engine.joins_residuals)
             + operators.activation()
             + operators.dropped()
-            + operators.added()
+            + self._added()
             + operators.steps()
         )
+
+    def _added(self) -> OperatorSum:
+        """Return a block's addition that is no norm's: of x, or of its gradients."""
+        return OperatorSum() if self.leaves_sums else self.operators.added()
 
     def _input_half(self, window: int | None) -> OperatorSum:
         operators = self.operators
         between = (
             operators.rope(backward=True)
             + self.attention.attend(window, backward=True)
-            + (operators.norm(backward=True) + operators.norm(residual=True, backward=True))
+            + operators.norm(residual=self.leaves_sums, backward=True)
+            + operators.norm(residual=True, backward=True)
             + operators.activation(backward=True)
             + operators.dropped() * 2
-            + operators.added()
+            + self._added()
             + operators.norms_again()
             + operators.steps(backward=True)
             + operators.gate_apart()

@@ -159,11 +159,24 @@ class Operators:
         work = Work(0, 2 * self.rows * self.size.hidden * self.size.item)
         return self.others(work, work) if self.engine.reads_norms_twice else OperatorSum()
 
+    @property
+    def knows_additions(self) -> bool:
+        """Return whether the additions of residuals that no norm is known to make are counted: where a rate is."""
+        return self.dtype in self.machine.measured and self.engine.joins_residuals
+
+    @property
+    def leaves_sums(self) -> bool:
+        """Return whether a block's last sum is the next norm's (model/residual.py): ours on a GPU, in fast mode.
+
+        On a CPU a norm makes it too, in a pass of its own.
+        """
+        return self.knows_additions and self.engine.is_ours and not self.shards and self.machine.is_asynchronous
+
     def added(self) -> OperatorSum:
         """Return the addition of a residual that no norm takes over, where its rate was measured."""
         elements = self.rows * self.size.hidden
-        is_known = self.dtype in self.machine.measured and self.engine.joins_residuals
-        return self.others(Work(elements, 3 * elements * self.size.item), name="add") if is_known else OperatorSum()
+        work = Work(elements, 3 * elements * self.size.item)
+        return self.others(work, name="add") if self.knows_additions else OperatorSum()
 
     def dropped(self) -> OperatorSum:
         """Return what follows a row-parallel product: bias, dropout and the residual's addition in one kernel."""
