@@ -1,9 +1,9 @@
-"""Blocks, warps and stages of attention's kernels, for each target, size of half a head and bytes per number.
+"""Blocks, warps and stages of attention's kernels, for each target, width of heads and bytes per number.
 
 Found by compiling: of candidates from large to small, the first that spills nothing and fits into shared memory with
 rotation, a window and packed documents. Interleaved rotation, and dropout in float32 or with heads of 256, may spill
-some bytes; they are not among the checked launches. No GPU has timed the configurations yet. Half a head has up to 32,
-64 or 128 columns, a number 2 or 4 bytes. Dropout draws its mask in the same loop and needs registers for it.
+some bytes; they are not among the checked launches. No GPU has timed the configurations yet. A tile has 64, 128
+or 256 columns, a number 2 or 4 bytes. Dropout draws its mask in the same loop and needs registers for it.
 
 NVIDIA multiplies float32 without matrix units (launch.dot), in small blocks.
 
@@ -50,61 +50,61 @@ class Config(NamedTuple):
         }
 
 
-# (half a head, bytes per number, dropout): for sm_80, sm_90, sm_100, gfx942. A half of 32 without entry uses 64's.
+# (columns, bytes per number, dropout): for sm_80, sm_90, sm_100, gfx942. 64 columns without entry use 128's.
 _Table = dict[tuple[int, int, bool], tuple[Config, Config, Config, Config]]
 
 
 FORWARD: _Table = {
-    (32, 2, False): (Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3)),
+    (64, 2, False): (Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3)),
     # A window and rotation spilled 8 bytes with 8 warps.
-    (32, 4, False): (Config(32, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
-    (64, 2, False): (Config(64, 64, 4, 2), Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 2)),
-    (64, 2, True): (Config(64, 32, 4, 1), Config(128, 32, 8, 1), Config(128, 32, 8, 1), Config(128, 32, 8, 1)),
-    (64, 4, False): (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
-    (64, 4, True): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
-    (128, 2, False): (Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(64, 64, 8, 1), Config(64, 32, 8, 2)),
-    (128, 2, True): (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
+    (64, 4, False): (Config(32, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
+    (128, 2, False): (Config(64, 64, 4, 2), Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 2)),
+    (128, 2, True): (Config(64, 32, 4, 1), Config(128, 32, 8, 1), Config(128, 32, 8, 1), Config(128, 32, 8, 1)),
+    (128, 4, False): (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
+    (128, 4, True): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    (256, 2, False): (Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(64, 64, 8, 1), Config(64, 32, 8, 2)),
+    (256, 2, True): (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
 }
 QUERY_GRADIENT: _Table = {
-    (32, 2, False): (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 64, 8, 2)),
+    (64, 2, False): (Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 64, 8, 2), Config(128, 64, 8, 2)),
     # Rotation spilled 8 bytes on sm_100 with 16 queries and 8 warps.
-    (32, 4, False): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(32, 16, 4, 1), Config(16, 16, 8, 1)),
-    (64, 2, False): (Config(64, 32, 8, 1), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
-    (64, 2, True): (Config(32, 32, 4, 1), Config(64, 32, 8, 1), Config(64, 64, 8, 1), Config(64, 32, 8, 1)),
-    (64, 4, False): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
-    (64, 4, True): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
-    (128, 2, False): (Config(64, 64, 8, 1), Config(64, 32, 8, 2), Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
-    (128, 2, True): (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
+    (64, 4, False): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(32, 16, 4, 1), Config(16, 16, 8, 1)),
+    (128, 2, False): (Config(64, 32, 8, 1), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
+    (128, 2, True): (Config(32, 32, 4, 1), Config(64, 32, 8, 1), Config(64, 64, 8, 1), Config(64, 32, 8, 1)),
+    (128, 4, False): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    (128, 4, True): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    (256, 2, False): (Config(64, 64, 8, 1), Config(64, 32, 8, 2), Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
+    (256, 2, True): (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
 }
 KEY_GRADIENT: _Table = {
-    (32, 2, False): (Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 4, 2)),
-    (64, 2, False): (Config(16, 64, 8, 1), Config(64, 64, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 4, 1)),
-    (64, 2, True): (Config(16, 32, 4, 1), Config(16, 32, 8, 1), Config(16, 64, 8, 1), Config(16, 64, 8, 1)),
-    (64, 4, False): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
-    (64, 4, True): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
-    (128, 2, False): (Config(32, 64, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 64, 8, 1)),
-    (128, 2, True): (Config(16, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
+    (64, 2, False): (Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 4, 2)),
+    (128, 2, False): (Config(16, 64, 8, 1), Config(64, 64, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 4, 1)),
+    (128, 2, True): (Config(16, 32, 4, 1), Config(16, 32, 8, 1), Config(16, 64, 8, 1), Config(16, 64, 8, 1)),
+    (128, 4, False): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    (128, 4, True): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    (256, 2, False): (Config(32, 64, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 64, 8, 1)),
+    (256, 2, True): (Config(16, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
 }
 
 
-def config_of(table: _Table, half: int, item_bytes: int, drops: bool, target: Target) -> dict[str, int]:
-    """Return the entry for half a head of `half` columns; a target in between uses the next lower one.
+def config_of(table: _Table, width: int, item_bytes: int, drops: bool, target: Target) -> dict[str, int]:
+    """Return the entry for heads of `width` columns; a target in between uses the next lower one.
 
     GPUs with less shared memory than any NVIDIA target here use the small blocks that dropout needs.
     """
     if target.backend == "cuda" and target.shared_memory_bytes < Target("cuda", 80).shared_memory_bytes:
         drops = True
-    of_targets = table.get((max(32, half), item_bytes, drops)) or table[64, item_bytes, drops]
+    of_targets = table.get((max(64, width), item_bytes, drops)) or table[128, item_bytes, drops]
     return of_targets[_place(target)].options
 
 
-def takes_several_heads(half: int, item_bytes: int, drops: bool, target: Target) -> bool:
+def takes_several_heads(width: int, item_bytes: int, drops: bool, target: Target) -> bool:
     """Return whether a program of dk and dv may loop over several query heads of a group with KEY_GRADIENT's blocks.
 
     On sm_90 that needs more registers than there are with the usual heads: it would spill, or take 16 queries per tile
     without loading ahead. There each head has a program of its own, which costs float32 copies of dk and dv per head.
     """
-    return not ((max(32, half), item_bytes, drops) == (64, 2, False) and _place(target) == 1)
+    return not ((max(64, width), item_bytes, drops) == (128, 2, False) and _place(target) == 1)
 
 
 def _place(target: Target) -> int:

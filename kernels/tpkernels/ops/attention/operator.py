@@ -7,7 +7,7 @@
     dq = rope^-1(ds k) * scale;   dk = rope^-1(ds.T q) * scale
 
 Tensors are token-major, [B, S, H, E], as a projection writes them: a tp rank holds H/tp and G/tp of the heads, and
-nothing is transposed. `attention_qkv` takes the whole output of the fused projection, rotates on load, and writes dq,
+nothing is transposed. `attention_qkv` takes the whole output of the fused projection, rotates q and k, and writes dq,
 dk, dv into one tensor, as the projection's backward needs it.
 
 Which keys a query sees: the last query of a document is aligned with its last key. A causal query sees no later key;
@@ -318,14 +318,14 @@ def attention_qkv(
     scale: float | None = None,
     dropout: AttentionDropout | None = None,
 ) -> Tensor:
-    """Compute attention on the output of a fused q, k, v projection, rotating queries and keys as they are loaded.
+    """Compute attention on the output of a fused q, k, v projection, rotating queries and keys.
 
         q[T, H, E], k[T, G, E], v[T, G, E] = the columns of qkv[T, (H + 2G) * E], side by side
         y[T, H*E] = drop(softmax(scale * rope(q) rope(k).T)) v
 
-    Nothing is split or transposed, and forward copies nothing. Backward rotates q and k into copies, since its loops
-    read them once for every block of the other side; it writes dq, dk and dv, rotated back, into one dqkv. With heads
-    cut over tp, H and G are this rank's: qkv is what all_gather_matmul returns, y what matmul_reduce_scatter takes.
+    Nothing is split or transposed. Forward and backward rotate q and k into copies, which their loops read many times;
+    backward writes dq, dk and dv, rotated back, into one dqkv. With heads cut over tp, H and G are this rank's: qkv is
+    what all_gather_matmul returns, y what matmul_reduce_scatter takes.
 
     Args:
         qkv: [T, (H + 2G) * E], rows of whole sequences, batch first.
@@ -344,8 +344,8 @@ def attention_qkv(
         ValueError: shapes, dtypes or documents that do not fit; on a CPU, a document longer than the tables (on a GPU
             that is an assertion of the device).
 
-    Cost, Numerics: as attention; in addition, forward rotates a tile of keys for every block of queries that sees it,
-    and backward needs memory for q and k once more.
+    Cost, Numerics: as attention; in addition q and k are rotated, forward and again in backward, which needs memory for
+    q, k, dq and dk once more.
     """
     (qkv,) = lowered(qkv)
     heads = num_heads + 2 * num_kv_heads

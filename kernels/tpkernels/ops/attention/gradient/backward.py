@@ -31,7 +31,7 @@ from tpkernels.ops.attention.problem import (
     num_blocks,
     sizes,
 )
-from tpkernels.ops.attention.rotation import rotated
+from tpkernels.ops.attention.rotation import Rotation
 
 # Programs that occupy every processor of today's largest GPUs. With fewer, a group's query heads are divided.
 _ENOUGH_PROGRAMS = 264
@@ -80,8 +80,14 @@ def launch_attention_backward(
 ) -> None:
     """Write dq, dk, dv into `gradients`, which have the shapes of q, k, v and no gaps in their last dims."""
     if tables.cos is not None:
-        q = rotated(q, tables, sides, k.shape[1], options, is_key=False)
-        k = rotated(k, tables, Sides(*reversed(sides)), q.shape[1], options, is_key=True)
+        rotation = Rotation(k, tables, sides, options)
+        dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
+        of_rotated = (dq, dk, gradients[2])
+        given = (rotation.forth(q), rotation.forth(k), v, y, lse)
+        launch_attention_backward(dy, *given, of_rotated, Tables(None, None), sides, options)
+        rotation.back(dq, gradients[0])
+        rotation.back(dk, gradients[1])
+        return
     dq, dk, dv = gradients
     batch, num_queries, num_heads, head = q.shape
     meta = constants(q, k, options)
@@ -98,12 +104,12 @@ def launch_attention_backward(
         num_heads,
         *dy.stride()[:3],
         HEAD=head,
-        BLOCK_HEAD=2 * meta["HALF"],
+        BLOCK_HEAD=meta["BLOCK_HEAD"],
         BLOCK_QUERIES=32,
         num_warps=4,
     )
-    kind = (meta["HALF"], q.element_size(), options.rate > 0, target_of(q))
-    tensors = (q, k, v, dy, *tables, *sides, lse, delta)
+    kind = (meta["BLOCK_HEAD"], q.element_size(), options.rate > 0, target_of(q))
+    tensors = (q, k, v, dy, *sides, lse, delta)
     config = config_of(QUERY_GRADIENT, *kind)
     run(
         query_gradient_kernel,

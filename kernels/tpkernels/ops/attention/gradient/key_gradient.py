@@ -7,90 +7,9 @@ Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
 
 from __future__ import annotations
 
-from typing import Any
-
 from tpkernels.launch import dot, jit, tl
 from tpkernels.ops.attention.problem import NOT_SPECIALIZED
-from tpkernels.ops.attention.tiles import document_of, kept, load_halves, query_range, store_halves, visible
-
-
-@jit
-def _add_key_gradients(
-    dk_low: tl.tensor,
-    dk_high: tl.tensor,
-    b_dv: tl.tensor,
-    k_low: tl.tensor,
-    k_high: tl.tensor,
-    b_v: tl.tensor,
-    p_q: tl.tensor,
-    p_dy: tl.tensor,
-    p_lse: tl.tensor,
-    p_delta: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    i_key: tl.tensor,
-    query_length: tl.tensor,
-    key_length: tl.tensor,
-    stride_q: tl.int64,
-    stride_dy: tl.int64,
-    scale: tl.float32,
-    window: tl.int32,
-    first_row: tl.tensor,
-    groups_per_row: tl.int32,
-    seed: tl.int64,
-    counter2: tl.int32,
-    counter3: tl.int32,
-    HEAD: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    KEEP_SCALE: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK_QUERIES: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-) -> Any:
-    """Add the contributions of the queries from begin to end to the dk and dv of a block of keys.
-
-    Tiles are [keys, queries]. MASKED says that some of the queries do not see some of the keys.
-    """
-    o_key = i_key + tl.arange(0, BLOCK_KEYS)
-    o_head = tl.arange(0, 2 * HALF)
-    for i_query in tl.range(begin, end, BLOCK_QUERIES):
-        o_query = i_query + tl.arange(0, BLOCK_QUERIES)
-        m_query = o_query < query_length
-        q_low, q_high = load_halves(p_q, o_query, m_query, stride_q, None, None, o_query, HEAD, HALF, INTERLEAVED)
-        b_s = dot(k_low, tl.trans(q_low), tl.zeros([BLOCK_KEYS, BLOCK_QUERIES], tl.float32))
-        b_s = dot(k_high, tl.trans(q_high), b_s) * scale
-        # [BLOCK_QUERIES]
-        lse = tl.load(p_lse + o_query, mask=m_query, other=0.0) * 1.4426950408889634
-        if MASKED:
-            m_see = visible(o_query[None, :], o_key[:, None], query_length, key_length, window, CAUSAL, WINDOWED)
-            # A query that sees no key has lse = -inf. It is masked here, but -inf - -inf would still be NaN.
-            b_p = tl.where(m_see, tl.exp2(b_s - tl.where(lse == float("-inf"), 0.0, lse)[None, :]), 0.0)
-        else:
-            b_p = tl.exp2(b_s - lse[None, :])
-        # [BLOCK_QUERIES, 2 * HALF]
-        b_dy = tl.load(
-            p_dy + o_query[:, None] * stride_dy + o_head[None, :],
-            mask=m_query[:, None] & (o_head < HEAD)[None, :],
-            other=0.0,
-        )
-        b_dp = dot(b_v, tl.trans(b_dy), tl.zeros([BLOCK_KEYS, BLOCK_QUERIES], tl.float32))
-        if THRESHOLD > 0:
-            row = first_row + o_query
-            m_keep = tl.trans(kept(row, i_key, groups_per_row, seed, counter2, counter3, THRESHOLD, BLOCK_KEYS))
-            b_dv = dot(tl.where(m_keep, b_p * KEEP_SCALE, 0.0).to(b_dy.dtype), b_dy, b_dv)
-            b_dp = tl.where(m_keep, b_dp * KEEP_SCALE, 0.0)
-        else:
-            b_dv = dot(b_p.to(b_dy.dtype), b_dy, b_dv)
-        # [BLOCK_QUERIES]
-        delta = tl.load(p_delta + o_query, mask=m_query, other=0.0)
-        b_ds = (b_p * (b_dp - delta[None, :])).to(q_low.dtype)
-        dk_low = dot(b_ds, q_low, dk_low)
-        dk_high = dot(b_ds, q_high, dk_high)
-    return dk_low, dk_high, b_dv
+from tpkernels.ops.attention.tiles import document_of, kept, load_rows, query_range, visible
 
 
 @jit(do_not_specialize=NOT_SPECIALIZED)
@@ -99,8 +18,6 @@ def key_gradient_kernel(
     p_k: tl.tensor,
     p_v: tl.tensor,
     p_dy: tl.tensor,
-    p_cos: tl.tensor,
-    p_sin: tl.tensor,
     p_query_starts: tl.tensor,
     p_key_starts: tl.tensor,
     p_lse: tl.tensor,
@@ -142,8 +59,7 @@ def key_gradient_kernel(
     NUM_SLOTS: tl.constexpr,
     NUM_HEADS_PER_GROUP: tl.constexpr,
     HEAD: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    BLOCK_HEAD: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     THRESHOLD: tl.constexpr,
@@ -164,17 +80,14 @@ def key_gradient_kernel(
     if i_key >= key_length:
         return
     o_key = i_key + tl.arange(0, BLOCK_KEYS)
-    m_key = o_key < key_length
-    o_head = tl.arange(0, 2 * HALF)
-    m_inside = m_key[:, None] & (o_head < HEAD)[None, :]
     p_k += i_batch * stride_k_batch + first_key * stride_k + i_group * stride_k_head
     p_v += i_batch * stride_v_batch + first_key * stride_v + i_group * stride_v_head
-    k_low, k_high = load_halves(p_k, o_key, m_key, stride_k, None, None, o_key, HEAD, HALF, INTERLEAVED)
-    # [BLOCK_KEYS, 2 * HALF]
-    b_v = tl.load(p_v + o_key[:, None] * stride_v + o_head[None, :], mask=m_inside, other=0.0)
-    dk_low = tl.zeros([BLOCK_KEYS, HALF], tl.float32)
-    dk_high = tl.zeros([BLOCK_KEYS, HALF], tl.float32)
-    b_dv = tl.zeros([BLOCK_KEYS, 2 * HALF], tl.float32)
+    # [BLOCK_KEYS, BLOCK_HEAD]
+    b_k = load_rows(p_k, i_key, key_length, stride_k, HEAD, BLOCK_HEAD, BLOCK_KEYS)
+    # [BLOCK_KEYS, BLOCK_HEAD]
+    b_v = load_rows(p_v, i_key, key_length, stride_v, HEAD, BLOCK_HEAD, BLOCK_KEYS)
+    b_dk = tl.zeros([BLOCK_KEYS, BLOCK_HEAD], tl.float32)
+    b_dv = tl.zeros([BLOCK_KEYS, BLOCK_HEAD], tl.float32)
     begin, full_begin, full_end, end = query_range(
         i_key, query_length, key_length, window, CAUSAL, WINDOWED, BLOCK_QUERIES, BLOCK_KEYS
     )
@@ -183,65 +96,39 @@ def key_gradient_kernel(
         i_head = i_group * NUM_HEADS_PER_GROUP + i_slot * NUM_HEADS_PER_SLOT + i_member
         o_statistics = (i_batch * num_heads + i_head) * num_queries + first_query
         first_row = (i_batch * num_row_heads + first_row_head + i_head) * num_queries + first_query
-        for PART in tl.static_range(0, 3):
-            if PART == 0:
-                part_begin, part_end = begin, full_begin
-            elif PART == 1:
-                part_begin, part_end = full_begin, full_end
+        p_head_q = p_q + i_batch * stride_q_batch + first_query * stride_q + i_head * stride_q_head
+        p_head_dy = p_dy + i_batch * stride_dy_batch + first_query * stride_dy + i_head * stride_dy_head
+        for i_query in tl.range(begin, end, BLOCK_QUERIES):
+            o_query = i_query + tl.arange(0, BLOCK_QUERIES)
+            m_query = o_query < query_length
+            # [BLOCK_QUERIES, BLOCK_HEAD]
+            b_q = load_rows(p_head_q, i_query, query_length, stride_q, HEAD, BLOCK_HEAD, BLOCK_QUERIES)
+            b_s = dot(b_k, tl.trans(b_q), tl.zeros([BLOCK_KEYS, BLOCK_QUERIES], tl.float32)) * scale
+            # [BLOCK_QUERIES]
+            lse = tl.load(p_lse + o_statistics + o_query, mask=m_query, other=0.0) * 1.4426950408889634
+            # A query that sees no key has lse = -inf; its p is masked, but -inf - -inf would be NaN.
+            b_p = tl.exp2(b_s - tl.where(lse == float("-inf"), 0.0, lse)[None, :])
+            if (i_query < full_begin) | (i_query >= full_end):
+                m_see = visible(o_query[None, :], o_key[:, None], query_length, key_length, window, CAUSAL, WINDOWED)
+                b_p = tl.where(m_see, b_p, 0.0)
+            # [BLOCK_QUERIES, BLOCK_HEAD]
+            b_dy = load_rows(p_head_dy, i_query, query_length, stride_dy, HEAD, BLOCK_HEAD, BLOCK_QUERIES)
+            b_dp = dot(b_v, tl.trans(b_dy), tl.zeros([BLOCK_KEYS, BLOCK_QUERIES], tl.float32))
+            if THRESHOLD > 0:
+                row = first_row + o_query
+                m_keep = tl.trans(kept(row, i_key, groups_per_row, seed, counter2, counter3, THRESHOLD, BLOCK_KEYS))
+                b_dv = dot(tl.where(m_keep, b_p * KEEP_SCALE, 0.0).to(b_dy.dtype), b_dy, b_dv)
+                b_dp = tl.where(m_keep, b_dp * KEEP_SCALE, 0.0)
             else:
-                part_begin, part_end = full_end, end
-            dk_low, dk_high, b_dv = _add_key_gradients(
-                dk_low,
-                dk_high,
-                b_dv,
-                k_low,
-                k_high,
-                b_v,
-                p_q + i_batch * stride_q_batch + first_query * stride_q + i_head * stride_q_head,
-                p_dy + i_batch * stride_dy_batch + first_query * stride_dy + i_head * stride_dy_head,
-                p_lse + o_statistics,
-                p_delta + o_statistics,
-                part_begin,
-                part_end,
-                i_key,
-                query_length,
-                key_length,
-                stride_q,
-                stride_dy,
-                scale,
-                window,
-                first_row,
-                groups_per_row,
-                seed,
-                counter2,
-                counter3,
-                HEAD,
-                HALF,
-                INTERLEAVED,
-                CAUSAL,
-                WINDOWED,
-                THRESHOLD,
-                KEEP_SCALE,
-                PART != 1,
-                BLOCK_QUERIES,
-                BLOCK_KEYS,
-            )
-    to_dk = scale * 0.6931471805599453
+                b_dv = dot(b_p.to(b_dy.dtype), b_dy, b_dv)
+            # [BLOCK_QUERIES]
+            delta = tl.load(p_delta + o_statistics + o_query, mask=m_query, other=0.0)
+            b_ds = (b_p * (b_dp - delta[None, :])).to(b_q.dtype)
+            b_dk = dot(b_ds, b_q, b_dk)
+    o_head = tl.arange(0, BLOCK_HEAD)
+    m_inside = (o_key < key_length)[:, None] & (o_head < HEAD)[None, :]
     p_dk += i_slot * stride_d_slot + i_batch * stride_dk_batch + first_key * stride_dk + i_group * stride_dk_head
-    store_halves(
-        p_dk,
-        o_key,
-        m_key,
-        stride_dk,
-        dk_low * to_dk,
-        dk_high * to_dk,
-        p_cos,
-        p_sin,
-        o_key,
-        HEAD,
-        HALF,
-        INTERLEAVED,
-    )
+    b_dk *= scale * 0.6931471805599453
+    tl.store(p_dk + o_key[:, None] * stride_dk + o_head[None, :], b_dk.to(p_dk.dtype.element_ty), mask=m_inside)
     p_dv += i_slot * stride_d_slot + i_batch * stride_dv_batch + first_key * stride_dv + i_group * stride_dv_head
-    o_dv = o_key[:, None] * stride_dv + o_head[None, :]
-    tl.store(p_dv + o_dv, b_dv.to(p_dv.dtype.element_ty), mask=m_inside)
+    tl.store(p_dv + o_key[:, None] * stride_dv + o_head[None, :], b_dv.to(p_dv.dtype.element_ty), mask=m_inside)
