@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.launch import LOG2_E, dot, jit, run, target_of, tl
-from tpkernels.ops.attention.configs import FORWARD, config_of
+from tpkernels.ops.attention.configs import FORWARD, Config, config_of
 from tpkernels.ops.attention.problem import (
     NOT_SPECIALIZED,
     Options,
@@ -76,7 +76,7 @@ def _attention_kernel(
     # The last blocks of a causal document have the most work, so they start first.
     i_block = tl.num_programs(0) - 1 - tl.program_id(0)
     i_head, i_batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    i_block, first_query, query_length, first_key, key_length = document_of(
+    i_block, first_query, query_length, first_key, key_length, _ = document_of(
         i_block, p_query_starts, p_key_starts, num_documents, query_length, key_length, BLOCK_QUERIES
     )
     if i_block * BLOCK_QUERIES >= query_length:
@@ -129,19 +129,22 @@ def _attention_kernel(
 
 
 def launch_attention(
-    q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: Sides, options: Options
+    q: Tensor, k: Tensor, v: Tensor, tables: Tables, sides: Sides, options: Options, config: Config | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (y [B, S, H, E], lse [B, H, S]) for q[B, S, H, E], k and v[B, S', G, E] without gaps in the last dims."""
+    """Return (y [B, S, H, E], lse [B, H, S]) for q[B, S, H, E], k and v[B, S', G, E] without gaps in the last dims.
+
+    `config` is for measuring; default configs.py's.
+    """
     if tables.cos is not None:
         rotation = Rotation(k, tables, sides, options)
         q, k = rotation.forth(q), rotation.forth(k)
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     meta = constants(q, k, options)
-    config = config_of(FORWARD, meta["BLOCK_HEAD"], q.element_size(), options.rate > 0, target_of(q))
+    config = config or config_of(FORWARD, meta["BLOCK_HEAD"], q.element_size(), options.rate > 0, target_of(q))
     run(
         _attention_kernel,
-        (num_blocks(q.shape[1], sides.query_starts, config["BLOCK_QUERIES"]), q.shape[2], q.shape[0]),
+        (num_blocks(q.shape[1], sides.query_starts, config.block_queries), q.shape[2], q.shape[0]),
         q,
         k,
         v,
@@ -156,6 +159,6 @@ def launch_attention(
         options.window,
         *dropout_numbers(k, options),
         **meta,
-        **config,
+        **config.options,
     )
     return y, lse

@@ -26,15 +26,15 @@ def document_of(
 ) -> Any:
     """Return where the rows of program i_block are.
 
-    That is (block within the document, first row, number of rows, first row on the other side, number of rows there),
-    where rows are queries and the other side is keys, or the reverse. The blocks of packed document d begin at block
+    That is (block within the document, first row, number of rows, first row on the other side, number of rows there,
+    document), where rows are queries and the other side is keys, or the reverse. The blocks of packed document d begin at block
     start // BLOCK + d, so each document has at least as many blocks as it needs. A program finds its document by binary
     search, and the host does not have to count blocks. Without p_starts, every sequence has `length` rows.
     """
     first = 0
     other_first = 0
+    low = 0
     if p_starts is not None:
-        low = 0
         high = num_documents
         while high - low > 1:
             middle = (low + high) // 2
@@ -46,7 +46,7 @@ def document_of(
         other_first = tl.load(p_other_starts + low).to(tl.int32)
         other_length = tl.load(p_other_starts + low + 1).to(tl.int32) - other_first
         i_block -= first // BLOCK + low
-    return i_block, first, length, other_first, other_length
+    return i_block, first, length, other_first, other_length, low
 
 
 @jit
