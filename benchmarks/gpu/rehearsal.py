@@ -11,15 +11,17 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gpu.declared import Case
+from benchmarks.gpu.folder import REPORT, opened
 from benchmarks.gpu.process.run_cases import run_cases, say
 from benchmarks.gpu.tables.report import print_report
-from benchmarks.gpu.tables.rows import HOW, HUNG, ROWS, RUN_CASE, STARTED, outcomes
+from benchmarks.gpu.tables.rows import HOW, HUNG, ROWS, RUN_CASE, STARTED, Where, outcomes
 from benchmarks.harness.journal import read
+from benchmarks.harness.revision import source_here
 
 _FAULTS = "benchmarks.gpu.cases.faults"
 _HANG_SECONDS = 3.0
@@ -101,8 +103,13 @@ def small_cases(out: Path) -> list[Case]:
     ]
 
 
-def rehearse(out: Path, small: Sequence[Case], deadline: float) -> int:
+def rehearse(out: Path, small_cases: Callable[[Path], Sequence[Case]], deadline: float) -> int:
     """Run everything, cut in the middle, and print the tables and what was not as planted; return the exit code.
+
+    Args:
+        out: the directory of the results.
+        small_cases: returns what runs besides the planted cases, from the folder for its files.
+        deadline: of time.monotonic.
 
     Raises:
         ValueError: the directory has the rows of another run.
@@ -112,10 +119,13 @@ def rehearse(out: Path, small: Sequence[Case], deadline: float) -> int:
     planted = faults(out)
     _run_and_cut(planted, out, deadline)
     say("killed, as planted: starting again")
-    run_cases([*planted, *small], out, deadline)
-    report = out / "report.txt"
-    print_report(out / ROWS, report)
-    amiss = differences(out, small, report.read_text())
+    # The archive has what the killed command had packed.
+    with opened(out) as folder:
+        small = small_cases(folder.work)
+        run_cases([*planted, *small], folder, _here(), deadline)
+        report = folder.work / REPORT
+        print_report(folder.rows, report)
+        amiss = differences(out, small, report.read_text())
     for line in amiss:
         say(f"rehearsal: {line}")
     say("rehearsal: every planted fault was noticed, and cost nothing else" if not amiss else "rehearsal: failed")
@@ -141,11 +151,16 @@ def differences(out: Path, small: Sequence[Case], report: str) -> list[str]:
     return amiss + [f"the tables do not say {text!r}" for text in _SAID if text not in words]
 
 
+def _here() -> Where:
+    return Where(None, source_here().commit)
+
+
 def _run_and_cut(cases: Sequence[Case], out: Path, deadline: float) -> None:
     """Run cases in a process that is killed while one of them waits for that; it must end by itself then."""
     pid = os.fork()
     if not pid:
-        run_cases(cases, out, deadline)
+        with opened(out) as folder:
+            run_cases(cases, folder, _here(), deadline)
         os._exit(0)
     while not (out / "was_cut").exists() and time.monotonic() < deadline:
         if os.waitpid(pid, os.WNOHANG)[0]:
