@@ -90,9 +90,9 @@ def _tests() -> list[Case]:
     fused = "tests/kernels/fused"
     protocol = f"{CASES}.kernels.protocol"
     return [
+        # At the sizes of a model, between ranks of one process.
+        tests("pairs", 300, 60, "test_cuda", "tests/benchmarks/overlap/test_co_located.py"),
         # Ranks in processes of their own take the GPU in turns, 30 s a test: so a few that use everything, not all 45.
-        # In one process they are right or wrong in seconds, at the sizes of a model.
-        tests("pairs", 300, 60, "cuda", f"{fused}/test_cuda_pairs.py"),
         tests("fused", 450, 100, _SOME_FUSED, f"{fused}/test_cuda.py"),
         tests("fused_calls", 350, 100, _SOME_CALLS, f"{fused}/test_cuda_calls.py"),
         tests("layouts", 350, 120, "test_cuda", "tests/tpengine/training/layouts/test_cuda.py", needs=TRAINING),

@@ -37,7 +37,7 @@ def faults(out: Path) -> list[Case]:
 
     def case(name: str, limit_seconds: float = _LONGEST_SECONDS, **arguments: object) -> Case:
         function = f"{_FAULTS}:{name}"
-        return Case(f"rehearsal/{name}", "a", 100.0, 1.0, function, arguments, limit_seconds=limit_seconds)
+        return Case(f"rehearsal/{name}", "a", 0.0, 1.0, function, arguments, limit_seconds=limit_seconds)
 
     return [
         case("passes"),
@@ -46,7 +46,7 @@ def faults(out: Path) -> list[Case]:
         case("hangs", limit_seconds=_HANG_SECONDS),
         case("is_wrong"),
         case("is_cut", marker=str(out.absolute() / "was_cut")),
-        Case("rehearsal/needs", "a", 1.0, 1.0, f"{_FAULTS}:passes", needs=("a_module_that_nobody_has",)),
+        Case("rehearsal/needs", "a", 0.0, 1.0, f"{_FAULTS}:passes", needs=("a_module_that_nobody_has",)),
         Case("rehearsal/no_time", "i", 1e-9, 1e9, f"{_FAULTS}:passes"),
     ]
 
@@ -65,41 +65,73 @@ EXPECTED = {
 _SAID = ("illegal memory access", "SIGSEGV", "limit of 3 s", "off by 1", "a_module_that_nobody_has")
 
 
-def small_cases(out: Path) -> list[Case]:
-    """Return the cases of a GPU that a CPU can run, at tiny sizes."""
-    folder = str(out.absolute())
+def small_cases(work: Path) -> list[Case]:
+    """Return the cases of a GPU that a CPU can run, at tiny sizes; those that can share a process do.
+
+    Args:
+        work: the folder for files besides rows.
+    """
+    folder = str(work.absolute())
 
     def case(name: str, function: str, interpreted: bool, **arguments: object) -> Case:
         environment = _INTERPRETED if interpreted else _ON_HOST
         where = f"benchmarks.gpu.cases.{function}"
         return Case(
-            f"small/{name}", "a", 10.0, 5.0, where, arguments, environment=environment, limit_seconds=_LONGEST_SECONDS
+            f"small/{name}", "b", 10.0, 5.0, where, arguments, environment=environment, limit_seconds=_LONGEST_SECONDS
         )
 
+    def several(name: str, interpreted: bool, **calls: tuple[str, dict[str, object]]) -> Case:
+        return case(name, "faults:several", interpreted, calls=list(calls.values()))
+
+    tiny: dict[str, object] = {"model": "rehearsed", "rounds": 1}
     sizes: dict[str, object] = {"seqs": [24], "rounds": 1, "rivals": ["torch"], "models": ["rehearsed"]}
     sizes["direction"] = ["forward"]
     bars: dict[str, object] = {"depths": [16], "tokens": 6, "hidden": 24, "ranks": 2, "rounds": 1}
     bars["tiles"] = [[16, 16, 16, 2, 4, 1]]
+    tiles: dict[str, object] = {"model": "rehearsed", "tokens": [16], "into": folder, "most": 1, "kinds": ["wgrad"]}
+    of_step: dict[str, object] = {"preset": "tiny", "steps": 1}
     # Of tiny products nothing says how fast the machine is.
     few: dict[str, object] = {"repeats": 1, "most": 1, "still": 1e9}
     return [
         case("compile_for_sm_90", "kernels.operators:compile_for", False, ops=["adamw"]),
-        case("operators", "kernels.operators:measure", True, ops=["rope"], **sizes),
-        case("tiles", "kernels.tiles:tune", True, model="rehearsed", tokens=[16], into=folder, most=1, kinds=["wgrad"]),
-        case("attention", "kernels.attention:choose", False, model="rehearsed", seqs=[16], into=folder, rounds=1),
+        several(
+            "kernels",
+            True,
+            operators=("kernels.operators:measure", {"ops": ["rope"], **sizes}),
+            batches=("kernels.operators:measure", {"ops": ["attention"], "cases": ["attention"], "batch": 2, **sizes}),
+            tiles=("kernels.tiles:tune", tiles),
+            configs=("kernels.gradient_configs:measure", {"seq": 20, "batch": 2, **tiny}),
+            blocks=("kernels.blocks:measure", {"tokens": 9, **tiny}),
+            publish=("kernels.fused:publish", {"tokens": [3], "hidden": 8, "rounds": 1}),
+            own_bars=("kernels.fused:own_bars", bars),
+        ),
+        several(
+            "on_host",
+            False,
+            attention=("kernels.attention:choose", {"seqs": [16], "batch": 2, "into": folder, **tiny}),
+            block=("block:as_graphs", {"preset": "tiny", "rounds": 1, "calls": 1}),
+        ),
         replace(
             case("architectures", "architectures:tiny", True, architectures=["gpt2"], seq=16, batch=1),
             needs=("transformers", "safetensors"),
         ),
-        case("publish", "kernels.fused:publish", True, tokens=[3], hidden=8, rounds=1),
         case("compile_ahead", "kernels.ahead:compile_ahead", False, target="sm_90", processes=1, ops=["adamw"]),
-        case("own_bars", "kernels.fused:own_bars", True, **bars),
         case("pulls", "kernels.protocol:pulls", True, ranks=2, calls=1, late=False),
-        case("links", "planner:links", True, sizes_bytes=[64], ranks=[1], rounds=1),
-        case("launches", "planner:launches", True, calls=1),
+        several(
+            "planner",
+            True,
+            links=("planner:links", {"sizes_bytes": [64], "ranks": [1], "rounds": 1}),
+            launches=("planner:launches", {"calls": 1}),
+        ),
         case("machine", "predictions:machine", False, passes=1, tiny=True),
         case("layouts", "predictions:layouts", False, out=folder, preset="tiny", seq_len=16, minutes=5.0, **few),
-        case("train", "training:against_torch", False, preset="tiny", steps=1, layers=1, compiles=False),
+        several(
+            "steps",
+            False,
+            own=("training:own_step", {"attention": "ours", "layers": 1, **of_step}),
+            host=("training:host_time", {"depths": [1, 2], "micro_batches": [1, 2], **of_step}),
+            against=("training:against_torch", {"layers": 1, "compiles": False, **of_step}),
+        ),
     ]
 
 

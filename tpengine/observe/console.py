@@ -230,8 +230,11 @@ class ProgressLine:
         )
         figures = f"loss {loss:.4f}  lr {record['lr']:.2e}  norm {norm:.3g}"
         figures += f"  {tokens / seconds:,.0f} tokens/s"
-        if "mfu_attention_full" in record:
-            figures += f"  MFU {record['mfu_attention_full'] * record['step_seconds'] / wall:.1%}"
+        if "mfu_attention_causal" in record:
+            # Attention counts half, as a causal kernel computes it; many papers count it whole.
+            share = record["step_seconds"] / wall
+            half, whole = (share * record[f"mfu_attention_{how}"] for how in ("causal", "full"))
+            figures += f"  MFU {half:.1%} (attention whole {whole:.1%})"
         figures += f"  {record['peak_memory_bytes'] / 1e9:.2f} GB"
         why = ", it leaps" if "event" in record else ""
         return figures + (f"  skipped{why}" if record.get("skipped") else "")

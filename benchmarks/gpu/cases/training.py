@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from tpengine.config.presets import preset_config
 from tpengine.config.rules import validate
 from tpengine.distributed.local_ranks import run_ranks
 from tpengine.distributed.loopback import loopback_variables
+from tpengine.layers import attention as layer
 from tpengine.layout.flops import step_flops
 from tpengine.observe.metrics import peak_flops_per_second
 
@@ -47,14 +50,19 @@ def own_step(rows: Path, preset: str, steps: int, attention: str, layers: int | 
         layers: of the model; default all.
     """
     config, device = _started(preset, steps, layers)
-    own = OwnStep(attending(config, attention), device)
+    with attending(attention):
+        return _own_step(rows, f"train/{preset}/own_step/{attention}", config, device, steps)
+
+
+def _own_step(rows: Path, case: str, config: Config, device: torch.device, steps: int) -> int:
+    own = OwnStep(config, device)
     check = checked(own, config)
     samples, of_host = [], []
     for _ in range(steps):
         samples.append(own.seconds())
         of_host.append(own.host_seconds)
-    step, case = Spread.of(samples), f"train/{preset}/own_step/{attention}"
-    fields = _of_step(config, step, device) | {"attention": attention}
+    step = Spread.of(samples)
+    fields = _of_step(config, step, device)
     if device.type == "cuda":
         fields["peak_bytes"] = torch.cuda.max_memory_allocated(device)
     write(rows, case, fields, check)
@@ -163,22 +171,23 @@ def against_torch(
         rivals: "torch" keeps all state in the weights' dtype, "torch_float32" in float32 as ours.
     """
     config, device = _started(preset, steps, layers)
-    sides: dict[str, Step] = {"ours": OwnStep(attending(config, attention), device)}
-    sides |= {name: TorchStep(config, device, compiles=compiles, in_float32=_RIVALS[name]) for name in rivals}
-    check = next((c for side in sides.values() if (c := checked(side, config)) != "passed"), "passed")
-    first = {name: side.first_loss for name, side in sides.items()}
-    if check == "passed" and not max(first.values()) - min(first.values()) <= _SAME_LOSS * first["ours"]:
-        said = ", ".join(f"{name} {loss:.4f}" for name, loss in first.items())
-        check = f"failed: with equal weights and tokens the first losses must agree: {said}"
-    samples = interleave({name: side.seconds for name, side in sides.items()}, rounds=steps)
-    fields = _of_step(config, Spread.of(samples["ours"]), device) | {"compiled": compiles, "attention": attention}
-    for name in rivals:
-        fields |= spread_fields(name, "seconds", Spread.of(samples[name]))
-        over = Spread.of(paired_ratios(samples["ours"], samples[name]))
-        fields |= spread_fields(f"ours_over_{name}", "ratio", over)
-    fields |= loss_fields({name: side.loss for name, side in sides.items()})
-    write(rows, f"train/{preset}/against_torch", fields | {"num_samples": steps}, check)
-    return int(check != "passed")
+    with attending(attention):
+        sides: dict[str, Step] = {"ours": OwnStep(config, device)}
+        sides |= {name: TorchStep(config, device, compiles=compiles, in_float32=_RIVALS[name]) for name in rivals}
+        check = next((c for side in sides.values() if (c := checked(side, config)) != "passed"), "passed")
+        first = {name: side.first_loss for name, side in sides.items()}
+        if check == "passed" and not max(first.values()) - min(first.values()) <= _SAME_LOSS * first["ours"]:
+            said = ", ".join(f"{name} {loss:.4f}" for name, loss in first.items())
+            check = f"failed: with equal weights and tokens the first losses must agree: {said}"
+        samples = interleave({name: side.seconds for name, side in sides.items()}, rounds=steps)
+        fields = _of_step(config, Spread.of(samples["ours"]), device) | {"compiled": compiles, "attention": attention}
+        for name in rivals:
+            fields |= spread_fields(name, "seconds", Spread.of(samples[name]))
+            over = Spread.of(paired_ratios(samples["ours"], samples[name]))
+            fields |= spread_fields(f"ours_over_{name}", "ratio", over)
+        fields |= loss_fields({name: side.loss for name, side in sides.items()})
+        write(rows, f"train/{preset}/against_torch", fields | {"num_samples": steps}, check)
+        return int(check != "passed")
 
 
 def loss_fields(losses: Mapping[str, float]) -> dict[str, int | None]:
@@ -243,14 +252,21 @@ def rank_seconds(config: Config, steps: int) -> tuple[list[float], str]:
 
 def _started(preset: str, steps: int, layers: int | None) -> tuple[Config, torch.device]:
     """Return the configuration of one process and its device; the process is the only one of a group."""
-    os.environ |= loopback_variables(os.environ)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    if not dist.is_initialized():
+        os.environ |= loopback_variables(os.environ)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     return validate(_config(preset, steps, layers, 1), 1), device_here()
 
 
-def attending(config: Config, attention: str) -> Config:
-    """Return the configuration with this choice of attention: "auto", "ours" or "torch"."""
-    return replace(config, attention=attention)
+@contextlib.contextmanager
+def attending(attention: str) -> Iterator[None]:
+    """Take ours ("ours"), cuDNN's ("torch"), or what layers choose by themselves ("auto")."""
+    chosen = {"ours": None, "torch": "cudnn"}
+    if attention == "auto":
+        yield
+        return
+    with patch.object(layer, "chosen_backend", lambda *_: chosen[attention]):
+        yield
 
 
 def _config(preset: str, steps: int, layers: int | None, ranks: int) -> Config:

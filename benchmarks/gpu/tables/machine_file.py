@@ -33,7 +33,7 @@ def write_machine(rows: Path, folder: Path) -> str:
     """Write machine.toml of the last GPU of a run into a folder; return a line that says so, or why there is none."""
     every = read(rows)
     preflight: Row = next((row[PREFLIGHT] for row in reversed(every) if PREFLIGHT in row), {})
-    every = [row for row in every if row.get("gpu") == preflight.get("gpu")]
+    every = [row for row in every if row.get("gpu", preflight.get("gpu")) == preflight.get("gpu")]
     base = machine_like(preflight.get("gpu") or "", int(preflight.get("gpu_memory_bytes") or 0))
     if base is None:
         return f"no {MACHINE_FILE}: there is no data sheet of {preflight.get('gpu') or 'no GPU'}"

@@ -25,7 +25,7 @@ from benchmarks.harness.still_gpu import why_not_still
 from benchmarks.harness.timing import Spread, interleave
 from benchmarks.launches import host_time
 from benchmarks.overlap.cases import GATHER, SCATTER, Operands
-from benchmarks.overlap.gpu import arenas_for
+from benchmarks.overlap.co_located import arenas_for
 from benchmarks.overlap.ranks import (
     TIMEOUT_SECONDS,
     Clock,
