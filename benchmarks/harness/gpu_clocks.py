@@ -28,7 +28,9 @@ def clocks() -> Clocks:
     """Return the clocks of torch's current GPU now: just after work they are those of the work."""
     if not torch.cuda.is_available():
         return Clocks(None, None)
-    found = _device(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+    # Builds of torch for other makers' GPUs have none.
+    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", "")
+    found = _device(str(uuid))
     if found is None:
         return Clocks(None, None)
     return Clocks(_clock(*found, _PROCESSORS), _clock(*found, _MEMORY))

@@ -8,19 +8,23 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import zipfile
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from support import ROOT, CountMutations
 from support.ranks.progress import run_program
+from support.readmes import the_command
 
 from benchmarks.gpu.cases.clock import Gap, covered, gaps
 from benchmarks.gpu.cases.kernels import operators
@@ -288,6 +292,21 @@ def test_the_hosts_time_is_divided_by_four_steps() -> None:
             "host_of_rest_per_step_us": 200.0,
         }
     )
+
+
+def test_the_wheels_that_the_readme_carries_are_all_that_deciding_cases_need(tmp_path: Path) -> None:
+    """Of the machine torch and triton are known, and nothing else."""
+    command = the_command(ROOT / "benchmarks" / "gpu" / "README.md", "python -m pip download")
+    carried = {re.split("[<=>]", word)[0] for word in command.partition(" -d .wheels ")[2].replace("'", "").split()}
+    modules = {"pytest-xdist": "xdist", "markdown-it-py": "markdown_it", "tomli-w": "tomli_w"}
+    needed = {name for one in decisive(tmp_path) for name in one.needs} | {"rich", "einops"}
+    assert needed <= {modules.get(name, name) for name in carried}
+    for name in carried:
+        wanted = [Requirement(line) for line in metadata.requires(name) or []]
+        # Tests run with Python 3.12 there, whatever it is here.
+        here = {"extra": "", "python_version": "3.12", "python_full_version": "3.12.3"}
+        missing = [one.name for one in wanted if one.marker is None or one.marker.evaluate(here)]
+        assert {re.sub("[-_.]+", "-", one).lower() for one in missing} <= carried, name
 
 
 def test_a_family_that_is_wrong_is_a_row_and_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

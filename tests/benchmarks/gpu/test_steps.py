@@ -46,16 +46,16 @@ def test_the_second_rival_keeps_what_ours_keeps() -> None:
     assert {t.dtype for t in kept if t is not None} == {torch.float32} and None not in kept
     for weight, master, old in zip(weights, state.masters, before, strict=True):
         assert weight.grad is None and torch.equal(weight, master.bfloat16()) and not torch.equal(weight, old)
-    # Masters hold what their copies round off, and sums begin anew in every step.
+    # Masters hold what their copies round off, and sums begin anew in every step: nothing of these is left.
     assert any(not torch.equal(master, master.bfloat16().float()) for master in state.masters)
-    sums = [master.grad for master in state.masters]
+    sums = [master.grad for master in state.masters if master.grad is not None]
+    for total in sums:
+        total.fill_(torch.nan)
     side.seconds()
-    once = [total.norm() for total in sums if total is not None]
-    assert all(norm < 10 for norm in once), "clipped to a norm of 1 each time"
+    assert all(total.isfinite().all() for total in sums)
 
 
-@pytest.mark.parametrize("attention", ["ours", "auto"])
-def test_a_row_holds_ours_against_both_rivals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str) -> None:
+def test_a_row_holds_ours_against_both_rivals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
 
     class Side:
@@ -75,10 +75,11 @@ def test_a_row_holds_ours_against_both_rivals(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(
         training, "TorchStep", lambda *_, in_float32, **__: Side("float32" if in_float32 else "torch", 4.0 + in_float32)
     )
-    assert training.against_torch(tmp_path / "rows.jsonl", "tiny", steps=5, attention=attention) == 0
+    assert training.against_torch(tmp_path / "rows.jsonl", "tiny", steps=5) == 0
     (row,) = read(tmp_path / "rows.jsonl")
     assert row["ours_over_torch_median_ratio"] == pytest.approx(3 / 4)
     assert row["ours_over_torch_float32_median_ratio"] == pytest.approx(3 / 5)
     assert row["model_attention_whole_flops_per_second"] > row["model_attention_half_flops_per_second"] > 0
-    # In turns, the first one another each round.
-    assert taken[-6:] == ["ours", "torch", "float32", "torch", "float32", "ours"] or len(set(taken[-3:])) == 3
+    # Behind the first steps of each they take turns.
+    rounds = [taken[i : i + 3] for i in range(9, 24, 3)]
+    assert len(taken) == 24 and all(sorted(names) == ["float32", "ours", "torch"] for names in rounds)

@@ -17,6 +17,7 @@ from torch import Tensor
 from tpkernels.ops.attention import attention
 from tpkernels.ops.attention.configs import KEY_GRADIENT, QUERY_GRADIENT, Config, config_of
 from tpkernels.ops.attention.gradient import backward
+from tpkernels.ops.attention.problem import Options, Sides, Tables
 
 from benchmarks.gpu.cases.clock import agreement, device_here, medians, write
 from benchmarks.gpu.cases.kernels.tiles import MODELS_BY_NAME
@@ -98,6 +99,25 @@ def _gradient(model: Model, seq: int, batch: int, device: torch.device) -> Calla
     leaves = [normal(heads).requires_grad_() for heads in (model.heads, model.kv_heads, model.kv_heads)]
     y, dy = attention(*leaves), normal(model.heads)
     return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+
+def launch_candidates(model: Model) -> None:
+    """Launch every candidate on tensors without memory: for use where launches are observed."""
+
+    def empty(heads: int) -> Tensor:
+        return torch.empty(1, 4096, heads, model.head_size, dtype=torch.bfloat16, device="meta")
+
+    q, k, v = (empty(heads) for heads in (model.heads, model.kv_heads, model.kv_heads))
+    lse = torch.empty(1, model.heads, 4096, device="meta")
+    problem = (Tables(None, None), Sides(None, None), Options(True, 0, model.head_size**-0.5, False, 0.0, ()))
+
+    def gradient() -> tuple[Tensor, ...]:
+        backward.launch_attention_backward(q, q, k, v, q, lse, (q, k, v), *problem)
+        return ()
+
+    for kernel, candidates in CANDIDATES.items():
+        for config in candidates:
+            _with(kernel, config, gradient)
 
 
 def _with(kernel: str, config: Config, gradient: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
