@@ -122,7 +122,7 @@ def _attention(out: Path) -> list[Case]:
 
 
 def _tests() -> list[Case]:
-    """The tests of what may be switched on: attention with torch's, products, rows; one of each fused kind, in graphs."""
+    """The tests of what may be switched on: attention with torch's, products, rows; each fused kind once, in graphs."""
 
     def tests(name: str, seconds: float, chosen: str, *paths: str, needs: tuple[str, ...] = ()) -> Case:
         return _case(f"tests/{name}", seconds, "tests:run", (*TESTS, *needs), paths=paths, chosen=chosen)

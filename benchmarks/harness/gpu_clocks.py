@@ -38,7 +38,7 @@ def clocks() -> Clocks:
 
 @functools.cache
 def _device(uuid: str) -> tuple[Any, Any] | None:
-    """Return the driver's library and its handle of a GPU; None if there is no such library, or it knows no such GPU."""
+    """Return the driver's library and its handle of a GPU; None if there is no library, or it knows no such GPU."""
     try:
         library = ctypes.CDLL(_LIBRARY)
     except OSError:

@@ -1,7 +1,7 @@
 """The ways in which co-located ranks compute products with gathers and scatters, for co_located.py.
 
-    kernel           all operands present, nothing sent: our matmul kernel, with as many programs as a rank's part of the
-                     processors holds
+    kernel           all operands present, nothing sent: our matmul kernel, with as many programs as a rank's part of
+                     the processors holds
     own              the fused kernels, all operands present: the gathering one does not wait; the scattering one stores
                      into the slots, which are neither waited for nor added
     fused            the operator

@@ -140,9 +140,7 @@ def _captured(
     return forward.replay, backward.replay, replayed
 
 
-def _times(
-    ways: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, calls: int
-) -> dict[str, float]:
+def _times(ways: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, calls: int) -> dict[str, float]:
     """Return each way's time per micro-batch, host and device together, and the device's alone."""
     timers = {name: functools.partial(_seconds, call, device, calls) for name, call in ways.items()}
     samples = interleave(timers, rounds=rounds, warmup=1)
@@ -162,4 +160,3 @@ def _seconds(call: Callable[[], object], device: torch.device, calls: int) -> fl
         call()
     settle(device)
     return (time.perf_counter() - begin) / calls
-

@@ -199,7 +199,9 @@ def _initial(model: LlamaStage, config: Config, device: torch.device) -> list[Te
         if spec.init_std is None:
             values.append(torch.ones(size, device=device))
             continue
-        drawn = normal_block(config.train.seed, name, spec.shape, (0,) * len(size), size, std=spec.init_std, device=device)
+        drawn = normal_block(
+            config.train.seed, name, spec.shape, (0,) * len(size), size, std=spec.init_std, device=device
+        )
         values.append(drawn)
     return values
 

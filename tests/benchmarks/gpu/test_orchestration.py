@@ -245,7 +245,10 @@ def test_nine_minutes_decide_and_three_calls_ask_something_of_every_phase(tmp_pa
     """Phases that overrun take time from later ones only."""
     cases, seconds = cases_for(tmp_path), 60 * 9 - 5
     first = [one.name for one in cases if one.phase == FIRST_PHASE]
-    assert first == [one.name for one in decisive(tmp_path)] and 560 <= sum(one.seconds for one in decisive(tmp_path)) <= 600
+    assert (
+        first == [one.name for one in decisive(tmp_path)]
+        and 560 <= sum(one.seconds for one in decisive(tmp_path)) <= 600
+    )
     at_once = [one.name for one in chosen(cases, seconds)]
     assert at_once[: len(first) - 2] == first[:-2], "all but the last two fit, whatever else there is"
     waiting, phases = cases, set[str]()

@@ -69,9 +69,7 @@ def choose(
                 found.pop(backend)
                 write(rows, f"{case}/{backend}", {}, f"failed: {wrong}")
                 is_wrong = True
-        plain = {
-            f"{name}_without_rotation": _both(sizes, seq, batch, device, name, rotates=False) for name in found
-        }
+        plain = {f"{name}_without_rotation": _both(sizes, seq, batch, device, name, rotates=False) for name in found}
         every = {name: 1e6 * s.median for name, s in medians({**found, **plain}, device, rounds=rounds).items()}
         times = {name: every[name] for name in found}
         winner = min(times, key=lambda name: times[name])
@@ -108,9 +106,7 @@ def _attended(qkv: Tensor, model: Model, seq: int, who: str, rotates: bool) -> T
     return by_torch(qkv, (model.heads, model.kv_heads, model.kv_heads), seq, cos, sin, None, who)
 
 
-def _gradient(
-    qkv: Tensor, dy: Tensor, model: Model, seq: int, who: str, rotates: bool = True
-) -> tuple[Tensor, Tensor]:
+def _gradient(qkv: Tensor, dy: Tensor, model: Model, seq: int, who: str, rotates: bool = True) -> tuple[Tensor, Tensor]:
     leaf = qkv.detach().requires_grad_()
     y = _attended(leaf, model, seq, who, rotates)
     (dqkv,) = torch.autograd.grad(y, leaf, dy)

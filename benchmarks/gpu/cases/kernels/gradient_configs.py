@@ -132,4 +132,3 @@ def _with(kernel: str, config: Config, gradient: Callable[[], tuple[Tensor, ...]
         found = gradient()
     assert id(_TABLES[kernel]) in asked, f"nobody has asked for the configuration of {kernel}"
     return found
-
