@@ -1,4 +1,4 @@
-"""Rung: pure. The rivals of a training step: with state in float32, and in the weights' dtype; what is compared of them.
+"""Rung: pure. The rivals of a training step, with state in float32 and in the weights' dtype, and what is compared.
 
 How fast they are, only a GPU shows.
 """

@@ -41,7 +41,7 @@ CASES = (
 )
 # With what can be pushed, and without.
 FEW = CASES[:2]
-# At the sizes of a rank of Llama-3 8B: with few tokens, which may be pushed, and in many tiles, which copy engines fetch.
+# At the sizes of a rank of Llama-3 8B: few tokens, which may be pushed, and many tiles, which copy engines fetch.
 ON_A_GPU = """
 import json, sys
 import torch
