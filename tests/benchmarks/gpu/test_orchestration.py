@@ -471,14 +471,16 @@ def test_tests_that_see_no_gpu_are_no_success(tmp_path: Path) -> None:
 
 
 def test_fused_tests_of_a_gpu_are_chosen_by_names_that_only_they_have(tmp_path: Path) -> None:
-    for one in cases_for(tmp_path):
-        if one.name in ("tests/fused", "tests/fused_calls"):
-            command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q", "-k"]
-            done = run_program(
-                [*command, one.arguments["chosen"], *one.arguments["paths"]], capture_output=True, text=True, cwd=ROOT
-            )
-            found = [line for line in done.stdout.splitlines() if "::" in line]
-            assert len(found) == 3 and all("[cuda-" in line for line in found), done.stdout
+    """Collected once for all cases: no name that one of them chooses is in another's file."""
+    names = ("tests/fused", "tests/fused_calls", "tests/fused_kinds")
+    asked = [one.arguments for one in cases_for(tmp_path) if one.name in names]
+    expression = " or ".join(f"({one['chosen']})" for one in asked)
+    paths = sorted({path for one in asked for path in one["paths"]})
+    command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q", "-k", expression, *paths]
+    done = run_program(command, capture_output=True, text=True, cwd=ROOT)
+    found = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(found) == 7 and all("[cuda-" in line for line in found), done.stdout
+    assert len([line for line in found if "test_each_kind_replays" in line]) == 1
 
 
 @pytest.mark.slow
