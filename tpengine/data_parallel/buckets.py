@@ -31,6 +31,8 @@ class Layout(Protocol):
     def names(self) -> tuple[str, ...]: ...
     @property
     def numels(self) -> tuple[int, ...]: ...
+    @property
+    def packs(self) -> tuple[tuple[str, ...], ...]: ...
 
 
 class GradientBuckets:
@@ -53,6 +55,7 @@ class GradientBuckets:
         sums: the part of each buffer that holds gradients.
         usage: the rest, in the order of the layout's names; empty without `count_usage`.
         gradients: name -> its view, of the parameter's shape and strides.
+        packs: the names of gradients that are declared to be rows of one matrix -> that matrix, a view of them all.
         starting_ns: how long the host has been in starting reductions so far, in nanoseconds: next to nothing, unless
             the transport sums before it returns.
 
@@ -81,6 +84,7 @@ class GradientBuckets:
         self.sums: dict[int, Tensor] = {}
         self.usage: dict[int, Tensor] = {}
         self.gradients: dict[str, Tensor] = {}
+        self.packs: dict[tuple[str, ...], Tensor] = {}
         self._bucket_of: dict[str, int] = {}
         self._expected: dict[int, int] = {}
         for index, layout in layouts.items():
@@ -97,6 +101,8 @@ class GradientBuckets:
             for name, member, piece in zip(layout.names, members, pieces, strict=True):
                 self.gradients[name] = piece.as_strided(member.shape, dense_strides(member))
                 self._bucket_of[name] = index
+            for names in layout.packs:
+                self.packs[names] = _one_matrix(self.sums[index], {name: self.gradients[name] for name in names})
             self._expected[index] = sum(contributions[name] for name in layout.names)
             self.made(index)
         self._missing: dict[int, int] = {}
@@ -187,6 +193,17 @@ class GradientBuckets:
     def is_complete(self, index: int) -> bool:
         """Whether `wait` of bucket `index` would return at once."""
         return self._pending[index].is_complete()
+
+
+def _one_matrix(flat: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+    """Return the matrix whose rows are some gradients of a flat buffer, as its layout declares them to be."""
+    first = next(iter(rows.values()))
+    width, place = first.shape[1], first.storage_offset()
+    for name, gradient in rows.items():
+        is_next = gradient.storage_offset() == place and gradient.shape[1:] == (width,) and gradient.is_contiguous()
+        assert is_next, f"gradients that are declared one matrix lie behind each other: {list(rows)}: {name} does not"
+        place += gradient.numel()
+    return flat.as_strided((sum(map(len, rows.values())), width), (width, 1), first.storage_offset())
 
 
 def dense_strides(member: Tensor) -> tuple[int, ...]:

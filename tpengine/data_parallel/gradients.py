@@ -53,6 +53,12 @@ class StepGradients(Protocol):
         """Take the sums that are left; all reductions have been waited for."""
 
 
+def attach(sink: BufferSink, held: Mapping[str, Parameter], buckets: GradientBuckets) -> None:
+    """Have a sink add to the buffers of these parameters: by one product to those that the buckets have packed."""
+    packs = {tuple(held[name] for name in names): matrix for names, matrix in buckets.packs.items()}
+    sink.attach({parameter: buckets.place(name) for name, parameter in held.items()}, buckets, packs)
+
+
 class FastGradients:
     """A gradient is one buffer, summed over the ranks named in the table.
 
@@ -86,7 +92,7 @@ class FastGradients:
         )
         self.of: Mapping[str, Tensor] = self.buckets.gradients
         self.summed: Collection[Tensor] = self.buckets.flat.values()
-        sink.attach({parameter: self.buckets.place(name) for name, parameter in held.items()}, self.buckets)
+        attach(sink, held, self.buckets)
 
     def begin(self) -> None:
         """See StepGradients."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tpengine.data_parallel.gradients import attach
 from tpengine.data_parallel.sliced_buckets import SlicedBuckets
 from tpengine.distributed.groups import Communicators
 from tpengine.layers.collectives import Communicator
@@ -74,7 +75,7 @@ class SlicedGradients:
         if comms.replica is not None:
             of_heads = [own for name, own in self.of.items() if pieces[name].spec.replicas > 1]
             self._shared_by[comms.replica] = of_heads
-        sink.attach({parameter: self.buckets.place(name) for name, parameter in held.items()}, self.buckets)
+        attach(sink, held, self.buckets)
 
     def begin(self) -> None:
         """See StepGradients."""

@@ -193,10 +193,11 @@ class WholeGradients:
 
 @dataclass(frozen=True)
 class _BucketLayout:
-    """One bucket: its parameters in the reverse order of registration, and their sizes."""
+    """One bucket: its parameters in the reverse order of registration, and their sizes; none is packed."""
 
     names: tuple[str, ...]
     numels: tuple[int, ...]
+    packs: tuple[tuple[str, ...], ...] = ()
 
 
 def _layouts(parameters: dict[str, Parameter], bucket_bytes: int) -> list[_BucketLayout]:

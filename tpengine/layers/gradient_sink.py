@@ -1,14 +1,15 @@
 """Where weight gradients go: the sink protocol, the engine's sinks, and the sink for other models.
 
-The backward of a layer's Function hands (param, x, dy) to a sink, which decides when and where the weight gradient is
-computed. What the sink returns, the Function returns to autograd.
+The backward of a layer's Function hands its weights, x and dy to a sink, which decides when and where their gradients
+are computed. What the sink returns, the Function returns to autograd.
 
 `ParamGradSink` returns the gradient. It is the default of every layer: so weights may be computed (parametrizations,
 functional_call) and hooked, `torch.autograd.grad` finds them, and the layers work in any model under any optimizer.
 `BufferSink` accumulates into the flat buffers of the engine and returns nothing: where dtypes agree, the GEMM
-accumulates without an intermediate tensor. `DeferringSink` wraps another sink and lets a schedule run the weight half
-of a backward pass later than its input half. The price of these two: the gradient is a side effect of backward. It
-reaches parameters only, and hooks are not called as torch calls them; `check_reaches` refuses such weights.
+accumulates without an intermediate tensor, and weights whose gradients the engine keeps behind each other get them from
+one GEMM. `DeferringSink` wraps another sink and lets a schedule run the weight half of a backward pass later than its
+input half. The price of these two: the gradient is a side effect of backward. It reaches parameters only, and hooks are
+not called as torch calls them; `check_reaches` refuses such weights.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,7 +29,30 @@ from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 
 from tpengine.layers.collectives import Communicator
 
-WeightPairs = Sequence[tuple[Tensor, Tensor, Communicator | None]]
+
+class WeightTerm(NamedTuple):
+    """A weight[out, in] whose output is y = x @ weight.T, or some columns of it.
+
+    Attributes:
+        weight: it.
+        first: where its columns begin in y and dy.
+        partial: as GradientSink.
+    """
+
+    weight: Tensor
+    first: int
+    partial: Communicator | None
+
+    def columns_of(self, dy: Tensor) -> Tensor:
+        """Return dy_i[T, out] of dy[T, ...]."""
+        return _columns(dy, self.first, len(self.weight))
+
+
+def _columns(dy: Tensor, first: int, num: int) -> Tensor:
+    return dy if num == dy.shape[1] else dy[:, first : first + num]
+
+
+WeightTerms = Sequence[WeightTerm]
 Gradients = Sequence[Tensor | None]
 
 
@@ -50,7 +75,8 @@ class GradientSink(Protocol):
 
     def weight_grads(
         self,
-        pairs: WeightPairs,
+        terms: WeightTerms,
+        dy: Tensor,
         x: Tensor,
         *,
         gather_x: Communicator | None = None,
@@ -59,9 +85,10 @@ class GradientSink(Protocol):
         """Add dw_i[out_i, in] = dy_i[T, out_i].T @ x[T, in] to each parameter's gradient, after one gather for all.
 
         Args:
-            pairs: (parameter, dy_i, partial) of each weight that x is multiplied by.
+            terms: the weights that x is multiplied by, in the order of their columns.
+            dy: [T, ...], all dy_i side by side, or this rank's rows of it if `gather_dy` is given.
             x: [T, in], or this rank's rows of it if `gather_x` is given.
-            gather_x, gather_dy: the ranks over which to gather x, or each dy_i, before the product; None: it is whole.
+            gather_x, gather_dy: the ranks over which to gather x, or dy, before the product; None: it is whole.
         """
 
     def weight_grad(self, param: Tensor, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> Tensor | None:
@@ -87,18 +114,21 @@ class _ImmediateSink:
 
     def weight_grads(
         self,
-        pairs: WeightPairs,
+        terms: WeightTerms,
+        dy: Tensor,
         x: Tensor,
         *,
         gather_x: Communicator | None = None,
         gather_dy: Communicator | None = None,
     ) -> Gradients:
         """See GradientSink."""
-        full = x if gather_x is None else gather_x.all_gather(x)
-        return [
-            self.weight_grad(param, full, dy if gather_dy is None else gather_dy.all_gather(dy.contiguous()), partial)
-            for param, dy, partial in pairs
-        ]
+        x = x if gather_x is None else gather_x.all_gather(x)
+        dy = dy if gather_dy is None else gather_dy.all_gather(dy.contiguous())
+        return self._of_whole(terms, dy, x)
+
+    def _of_whole(self, terms: WeightTerms, dy: Tensor, x: Tensor) -> Gradients:
+        """Add what all rows of dy and x contribute."""
+        return [self.weight_grad(term.weight, x, term.columns_of(dy), term.partial) for term in terms]
 
     def weight_grad(self, param: Tensor, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> Tensor | None:
         """See GradientSink."""
@@ -136,26 +166,54 @@ class Buckets(Protocol):
 class BufferSink(_ImmediateSink):
     """Accumulate into the gradient buckets, which count contributions.
 
+    Weights whose gradients are declared to lie behind each other, and whose dy do too, get theirs from one product. Who
+    lays the gradients out declares it (data_parallel/buckets.py); addresses are not compared.
+
     `partial` is ignored here. The bucket that holds the parameter is later summed over data-parallel ranks and those
     ranks together (parameters.ParameterSpec.reduce_over).
     """
 
     def __init__(self) -> None:
         self._places: Mapping[Any, tuple[Tensor, int]] = {}
+        # By the first weight of each.
+        self._packs: Mapping[Any, tuple[tuple[Parameter, ...], Tensor]] = {}
         self._buckets: Buckets
 
     def __deepcopy__(self, memo: object) -> ParamGradSink:
         """Return a ParamGradSink: the buffers belong to the original module, not to its copy."""
         return ParamGradSink()
 
-    def attach(self, places: Mapping[Parameter, tuple[Tensor, int]], buckets: Buckets) -> None:
+    def attach(
+        self,
+        places: Mapping[Parameter, tuple[Tensor, int]],
+        buckets: Buckets,
+        packs: Mapping[tuple[Parameter, ...], Tensor] = MappingProxyType({}),
+    ) -> None:
         """Say where each parameter's gradient goes.
 
         Args:
             places: parameter -> (tensor of its shape in the accumulation dtype, zeroed by its owner; its bucket).
             buckets: told of each contribution.
+            packs: parameters whose gradients lie behind each other -> all of these as one matrix.
         """
         self._places, self._buckets = dict(places), buckets
+        self._packs = {weights[0]: (weights, matrix) for weights, matrix in packs.items()}
+
+    def _of_whole(self, terms: WeightTerms, dy: Tensor, x: Tensor) -> Gradients:
+        place = 0
+        while place < len(terms):
+            weights, matrix = self._packs.get(terms[place].weight, ((), None))
+            these = terms[place : place + len(weights)]
+            if matrix is not None and _are_side_by_side(these, weights):
+                accumulate_wgrad(matrix, _columns(dy, these[0].first, len(matrix)), x)
+                for weight in weights:
+                    self._buckets.contributed(self._places[weight][1])
+                place += len(weights)
+            else:
+                term = terms[place]
+                self.weight_grad(term.weight, x, term.columns_of(dy), term.partial)
+                place += 1
+        return [None] * len(terms)
 
     def weight_grad(self, param: Tensor, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
         buffer, bucket = self._places[param]
@@ -171,6 +229,18 @@ class BufferSink(_ImmediateSink):
         buffer, bucket = self._places[param]
         add_rows_(buffer, rows, grad)
         self._buckets.contributed(bucket)
+
+
+def _are_side_by_side(terms: WeightTerms, weights: Sequence[Tensor]) -> bool:
+    """Return whether the terms are those of the weights, and each one's columns begin where the last one's end."""
+    if len(terms) != len(weights):
+        return False
+    end = terms[0].first
+    for term, weight in zip(terms, weights, strict=True):
+        if term.weight is not weight or term.first != end:
+            return False
+        end += len(weight)
+    return True
 
 
 class WeightHalves:
@@ -238,7 +308,8 @@ class DeferringSink:
 
     def weight_grads(
         self,
-        pairs: WeightPairs,
+        terms: WeightTerms,
+        dy: Tensor,
         x: Tensor,
         *,
         gather_x: Communicator | None = None,
@@ -247,9 +318,9 @@ class DeferringSink:
         """See GradientSink."""
         # Not through _now_or_later, to save a call: nearly all weight gradients come this way.
         if self.halves.is_open:
-            self.halves.add(functools.partial(self._add_pairs, pairs, x, gather_x, gather_dy))
-            return [None] * len(pairs)
-        return self.inner.weight_grads(pairs, x, gather_x=gather_x, gather_dy=gather_dy)
+            self.halves.add(functools.partial(self._add_terms, terms, dy, x, gather_x, gather_dy))
+            return [None] * len(terms)
+        return self.inner.weight_grads(terms, dy, x, gather_x=gather_x, gather_dy=gather_dy)
 
     def weight_grad(self, param: Tensor, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> Tensor | None:
         """See GradientSink."""
@@ -269,12 +340,12 @@ class DeferringSink:
         self.halves.add(lambda: _accumulate(param, contribute(param, *args)))
         return None
 
-    def _add_pairs(
-        self, pairs: WeightPairs, x: Tensor, gather_x: Communicator | None, gather_dy: Communicator | None
+    def _add_terms(
+        self, terms: WeightTerms, dy: Tensor, x: Tensor, gather_x: Communicator | None, gather_dy: Communicator | None
     ) -> None:
-        gradients = self.inner.weight_grads(pairs, x, gather_x=gather_x, gather_dy=gather_dy)
-        for (param, _, _), gradient in zip(pairs, gradients, strict=True):
-            _accumulate(param, gradient)
+        gradients = self.inner.weight_grads(terms, dy, x, gather_x=gather_x, gather_dy=gather_dy)
+        for term, gradient in zip(terms, gradients, strict=True):
+            _accumulate(term.weight, gradient)
 
 
 def _accumulate(param: Tensor, gradient: Tensor | None) -> None:

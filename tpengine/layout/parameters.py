@@ -8,10 +8,12 @@ model checks that they agree with this table name by name.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Literal
 
 from tpengine.architectures.describe import Norm
@@ -258,13 +260,56 @@ class Gradient:
     alone: bool = False
 
 
-def gradients_of(specs: Sequence[ParameterSpec], tp: int) -> tuple[Gradient, ...]:
-    """A buffer for each parameter, under its name."""
-    return tuple(Gradient(spec.name, spec.local_numel(tp), spec.reduce_over) for spec in specs)
-
-
 # What one matmul reads as one matrix: each of these lies behind the weight that is used before it.
-_PACKED_BEHIND = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "mlp.up_proj.weight")
+_BEHIND: Mapping[str, str] = MappingProxyType(
+    {
+        "self_attn.k_proj.weight": "self_attn.q_proj.weight",
+        "self_attn.v_proj.weight": "self_attn.k_proj.weight",
+        "mlp.up_proj.weight": "mlp.gate_proj.weight",
+    }
+)
+_PACKED_BEHIND = tuple(_BEHIND)
+
+
+def gradients_of(specs: Sequence[ParameterSpec], tp: int, *, packed: bool = False) -> tuple[Gradient, ...]:
+    """A buffer for each parameter, under its name.
+
+    Args:
+        packed: what one matmul reads as one matrix shares a bucket. Where several ranks hold the same KV heads, Q is
+            summed over others than K and V, and so lies apart.
+    """
+    return tuple(
+        Gradient(
+            spec.name,
+            spec.local_numel(tp),
+            spec.reduce_over,
+            joined=packed
+            and before is not None
+            and _lies_behind(before.name, spec.name)
+            and before.reduce_over == spec.reduce_over,
+        )
+        for before, spec in zip((None, *specs), specs, strict=False)
+    )
+
+
+def _lies_behind(before: str, name: str) -> bool:
+    """Return whether a matmul reads the second parameter as the rows behind the first."""
+    return any(
+        name.endswith(behind) and before == name.removesuffix(behind) + first for behind, first in _BEHIND.items()
+    )
+
+
+def packs_of(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return those of a bucket's gradients, in their order, that belong to one matrix and lie behind each other."""
+    packs: list[list[str]] = []
+    for before, name in itertools.pairwise(names):
+        if not _lies_behind(before, name):
+            continue
+        if packs and packs[-1][-1] == before:
+            packs[-1].append(name)
+        else:
+            packs.append([before, name])
+    return tuple(map(tuple, packs))
 
 
 def in_order_of_packing(pieces: Mapping[str, Piece]) -> list[str]:
@@ -351,13 +396,15 @@ class BucketLayout:
     Attributes:
         reduce_over: the ranks over which it is summed.
         names: its gradients, in the order in which backward completes them; in that of their use in forward where
-            replicas own slices.
+            replicas own slices or gradients are packed.
         numels: elements of each on one rank.
+        packs: names of gradients that one product adds to, each right behind the last: they are rows of one matrix.
     """
 
     reduce_over: ReduceOver
     names: tuple[str, ...]
     numels: tuple[int, ...]
+    packs: tuple[tuple[str, ...], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -376,6 +423,7 @@ def bucket_layouts(
     *,
     tapered: bool = False,
     in_order_of_use: bool = False,
+    packed: bool = False,
 ) -> tuple[BucketLayout, ...]:
     """Cut a chunk's gradients into flat buckets, ordered by when backward completes them.
 
@@ -386,6 +434,7 @@ def bucket_layouts(
         tapered: the buckets become smaller towards the end, each about half of what is left, down to 1 MB: for a chunk
             whose last backward is the step's last, where only the last bucket's reduction is not hidden.
         in_order_of_use: a bucket's gradients lie in the order of their use in forward, as weights do that share it.
+        packed: the same order, and what lies behind each other as rows of one matrix is declared to.
 
     Returns:
         Buckets in the order of their last contribution. Backward completes gradients in the reverse order of
@@ -408,13 +457,14 @@ def bucket_layouts(
             closed.append(open_buckets.pop(gradient.reduce_over))
     closed.extend(open_buckets.values())
     closed.sort(key=lambda bucket: completion[bucket[-1].name])
-    if in_order_of_use:
+    if in_order_of_use or packed:
         closed = [bucket[::-1] for bucket in closed]
     return tuple(
         BucketLayout(
             bucket[0].reduce_over,
             tuple(g.name for g in bucket),
             tuple(g.numel for g in bucket),
+            packs_of([g.name for g in bucket]) if packed else (),
         )
         for bucket in closed
     )

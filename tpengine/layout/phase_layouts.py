@@ -7,17 +7,25 @@ from tpengine.layout.step_plan import Layout, layout_of
 from tpengine.plan import Residency
 
 
-def phase_layouts(phases: Phases, residency: Residency | None = None) -> tuple[Layout, ...]:
+def phase_layouts(
+    phases: Phases, residency: Residency | None = None, packs_gradients: bool | None = None
+) -> tuple[Layout, ...]:
     """Return the layout of each phase.
 
     Layers are split for the sequences of the phase with the most tokens, so that each rank keeps its layers. In exact
     mode phases whose models are cut into other numbers of shards have other buckets.
+
+    Args:
+        phases: of the run.
+        residency, packs_gradients: as layout_of.
     """
     longest = longest_of(phases)
     found: dict[int, Layout] = {}
     for phase in (longest, *phases):
         if cut_of(phase.config) not in found:
-            found[cut_of(phase.config)] = layout_of(phase.config, residency, longest.config.train.seq_len)
+            found[cut_of(phase.config)] = layout_of(
+                phase.config, residency, longest.config.train.seq_len, packs_gradients
+            )
     return tuple(found[cut_of(phase.config)] for phase in phases)
 
 

@@ -152,18 +152,29 @@ def layer_ranges(
     )
 
 
-def layout_of(config: Config, residency: Residency | None = None, balanced_for: int = 0) -> Layout:
+def layout_of(
+    config: Config,
+    residency: Residency | None = None,
+    balanced_for: int = 0,
+    packs_gradients: bool | None = None,
+) -> Layout:
     """Describe a validated configuration (config.validate): who holds which layers and buckets.
 
     Args:
         residency: what was decided where the configuration leaves it open (`residency auto`); default STEP there.
         balanced_for: the sequence length that layers are balanced for; 0 for the configuration's.
+        packs_gradients: gradients of weights that one matmul reads lie behind each other, and one product adds to all
+            of them; default where the configuration says `device cuda`. Never in exact mode: a product's bits depend on
+            its size. For the same reason not on a CPU, where it would save nothing.
     """
     parallel, model = config.parallel, config.model
     assert parallel.pp and parallel.dp and parallel.tp, "resolve the layout first: config.validate"
     schedule = schedule_of(config)
     layers = layer_ranges(model, balanced_for or config.train.seq_len, schedule.ranks, Recompute(parallel.recompute))
-    gradients = chunk_gradients(config, schedule.ranks, layers)
+    packed = config.train.reduction == "fast" and (
+        config.device == "cuda" if packs_gradients is None else packs_gradients
+    )
+    gradients = chunk_gradients(config, schedule.ranks, layers, packed=packed)
     item = gradient_bytes(config.train.dtype)
     placed: list[PlacedBucket] = []
     for chunk, ends_after in enumerate(slack(schedule, whole_unit_durations(schedule.ranks))):
@@ -174,6 +185,7 @@ def layout_of(config: Config, residency: Residency | None = None, balanced_for: 
             item,
             tapered=ends_after == 0,
             in_order_of_use=parallel.zero_in_effect > 0,
+            packed=packed,
         )
         placed += [PlacedBucket((chunk,), layout) for layout in layouts]
     for chunks in gradients:
@@ -194,12 +206,13 @@ def layout_of(config: Config, residency: Residency | None = None, balanced_for: 
 
 
 def chunk_gradients(
-    config: Config, ranks: Sequence[int], layers: Sequence[tuple[int, int]]
+    config: Config, ranks: Sequence[int], layers: Sequence[tuple[int, int]], *, packed: bool = False
 ) -> dict[tuple[int, ...], tuple[Gradient, ...]]:
     """The gradient buffers, by the chunks whose backwards add to them.
 
     Args:
         ranks, layers: pipeline rank and layer range of each chunk.
+        packed: as gradients_of.
 
     Returns:
         One entry per chunk; and, where one rank holds both ends of a model with tied embeddings as two chunks, and adds
@@ -224,7 +237,9 @@ def chunk_gradients(
         # The slices of a table that two ranks hold are summed between them, and so must be the same elements.
         shared = {EMBEDDING} if model.tie_embeddings and last > 0 else ()
         found[chunk,] = (
-            sliced_gradients(specs, tp, shared) if config.parallel.zero_in_effect else gradients_of(specs, tp)
+            sliced_gradients(specs, tp, shared)
+            if config.parallel.zero_in_effect
+            else gradients_of(specs, tp, packed=packed)
         )
     if shares_ends and not exact:
         found[0, last] = gradients_of([embedding_spec(model, tp)], tp)

@@ -52,15 +52,23 @@ class PhasePart:
 
 
 def planned(
-    phases: Phases, corpus: Corpus, corpora: Sequence[Corpus] | None, residency: Residency | None
+    phases: Phases,
+    corpus: Corpus,
+    corpora: Sequence[Corpus] | None,
+    residency: Residency | None,
+    packs_gradients: bool,
 ) -> tuple[PhasePart, ...]:
     """Plan and verify every phase.
 
-    Args: phases: of the run. corpus: its text. corpora: of each phase; None takes `corpus`. residency: as layout_of.
+    Args:
+        phases: of the run.
+        corpus: its text.
+        corpora: of each phase; None takes `corpus`.
+        residency, packs_gradients: as layout_of.
     """
     if corpora is None:
         corpora = [for_phase(corpus, phase) if len(phases) > 1 else corpus for phase in phases]
-    layouts = phase_layouts(phases, residency)
+    layouts = phase_layouts(phases, residency, packs_gradients)
     return tuple(
         PhasePart(phase, layout, training_plan(phase.config, layout), text)
         for phase, layout, text in zip(phases, layouts, corpora, strict=True)

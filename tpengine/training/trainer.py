@@ -77,6 +77,7 @@ class Trainer:
         residency: what was decided where the configuration leaves it open, the same on all ranks; as layout_of.
         draws: draw the initial weights. Without, they hold anything but in padding, until somebody loads them.
         corpora: the text of each phase (data.open_corpora); default `corpus` in all of them.
+        packs_gradients: as layout_of; default on CUDA.
 
     Attributes:
         run_config: the configuration without what phases change.
@@ -120,12 +121,14 @@ class Trainer:
         residency: Residency | None = None,
         draws: bool = True,
         corpora: Sequence[Corpus] | None = None,
+        packs_gradients: bool | None = None,
     ) -> None:
         self.run_config, self.device = config, device
         self.activity = activity or Activity()
         # Plan: who holds what, and the order of actions, in every phase.
         self.phases = phases_of(config)
-        self.parts = planned(self.phases, corpus, corpora, residency)
+        packs = device.type == "cuda" if packs_gradients is None else packs_gradients
+        self.parts = planned(self.phases, corpus, corpora, residency, packs)
         self.config, self.layout, self.plan, self.corpus = self._take(self.parts[0])
         # Compare first: ranks that differ in layout could not make the groups below.
         if differing := difference_of_ranks(self.parts, device):

@@ -53,11 +53,36 @@ def matmul(shape: Shape) -> Sequence[Case]:
             case(f"matmul_{name}_dgrad", tokens, inner, out, lambda dy, weight: (dy, weight), dy=dy, weight=weight),
             case(f"matmul_{name}_wgrad", out, inner, tokens, lambda dy, x: (dy.T, x), dy=dy, x=x),
         ]
-    return (*cases, _accumulated(shape, wgrad_), _swiglu(shape, matmul_swiglu, product))
+    adding = {"wgrad_accumulated": wgrad_}
+    if shape.device == "cuda":
+        # The operator itself may take torch's product: this is our kernel, whatever it takes.
+        adding["wgrad_by_kernel"] = _by_kernel
+    added = [_accumulated(shape, name, ours) for name, ours in adding.items()]
+    return (*cases, *added, _swiglu(shape, matmul_swiglu, product))
 
 
-def _accumulated(shape: Shape, wgrad_: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Case:
-    """Return the case of adding the largest weight gradient to a float32 buffer."""
+def _by_kernel(buffer: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    from tpkernels.ops.matmul.kernel import launch_matmul
+
+    return launch_matmul(dy.T, x, out=buffer, accumulate=True)
+
+
+@functools.cache
+def _torch_adds(dtype: torch.dtype) -> bool:
+    """Return whether this torch adds products of a dtype to float32 on a GPU.
+
+    Not asked of tpkernels, which may be an older one.
+    """
+    a, buffer = torch.ones(16, 16, dtype=dtype, device="cuda"), torch.zeros(16, 16, device="cuda")
+    try:
+        torch.addmm(buffer, a, a, out_dtype=buffer.dtype, out=buffer)
+    except (TypeError, RuntimeError):
+        return False
+    return bool((buffer == 16).all())
+
+
+def _accumulated(shape: Shape, name: str, ours: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Case:
+    """Return the case of adding the largest weight gradient to a float32 buffer, against torch's best way."""
     tokens, (out, inner) = shape.seq, shape.model.projections["gate_up"]
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
@@ -68,12 +93,11 @@ def _accumulated(shape: Shape, wgrad_: Callable[[Tensor, Tensor, Tensor], Tensor
             "x": normal(tokens, inner),
         }
 
-    def ours(buffer: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-        return wgrad_(buffer, dy, x)
-
     def plain(buffer: Tensor, dy: Tensor, x: Tensor) -> Tensor:
         if buffer.dtype == dy.dtype:
             return buffer.addmm_(dy.T, x)
+        if buffer.is_cuda and _torch_adds(dy.dtype):
+            return torch.addmm(buffer, dy.T, x, out_dtype=buffer.dtype, out=buffer)
         if buffer.is_cuda:
             return buffer.add_(torch.mm(dy.T, x, out_dtype=buffer.dtype))
         return buffer.add_(dy.T @ x)
@@ -90,7 +114,7 @@ def _accumulated(shape: Shape, wgrad_: Callable[[Tensor, Tensor, Tensor], Tensor
     contestants = against_torch(ours, plain)
     contestants = {name: Contestant(c.function, overwrites=("buffer",)) for name, c in contestants.items()}
     sizes = {"m": out, "n": inner, "k": tokens}
-    return Case("wgrad_accumulated", inputs, contestants, work, "matmul", sizes, reference, ("forward",))
+    return Case(name, inputs, contestants, work, "matmul", sizes, reference, ("forward",))
 
 
 def _swiglu(

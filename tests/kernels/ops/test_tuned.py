@@ -38,6 +38,7 @@ CONFIG = MatmulConfig(128, 256, 64, 8, 8, 4)
 TILES = [
     Tile(4096, 3584, 4096, "bfloat16", True, False, False, CONFIG, 190.5, 188.0),
     Tile(3584, 4096, 8192, "float16", False, True, True, MatmulConfig(64, 128, 64, 8, 4, 4), 400, 380.25),
+    Tile(768, 4096, 8192, "float16", False, True, True, MatmulConfig(64, 128, 64, 8, 4, 4), 50.5, None),
 ]
 ATTENTIONS = [
     TunedAttention(8192, 4, 1, 128, "bfloat16", "ours", 900.5, 900.5, "2026-11-23", None),
@@ -51,7 +52,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path.write_bytes(written(FILE))
     assert read_tuned(path, NAME, H200) == (TILES, ATTENTIONS)
     assert json.loads(path.read_bytes()) | {"tiles": [], "attentions": []} == {
-        "format": 3,
+        "format": 4,
         "gpu": NAME,
         "date": "2026-11-23",
         "commit": "0123456789ab",
@@ -79,7 +80,7 @@ def of_attention(name: str, value: Any) -> Change:
 
 DAMAGES: list[Change] = [
     lambda content: content.update(gpu="NVIDIA H100"),
-    lambda content: content.update(format=2),
+    lambda content: content.update(format=3),
     lambda content: content.update(attentions=None),
     lambda content: content["attentions"].append([]),
     lambda content: content["attentions"][1].pop("date"),
@@ -103,7 +104,9 @@ DAMAGES: list[Change] = [
     of_tile("b_by_rows", None),
     of_tile("accumulates", 0),
     *(of_tile("us", value) for value in (0, -1.0, "4", True, 1e30, float("nan"), float("inf"))),
-    of_tile("torch_us", None),
+    of_tile("torch_us", 0),
+    # Only of a product that accumulates may torch's time be unknown.
+    lambda content: content["tiles"][0].update(torch_us=None),
     of_tile("config", []),
     of_tile("config", None),
     of_tile("config", {"block_m": 128}),

@@ -34,8 +34,8 @@ def build(recorder: Recorder) -> GradientBuckets:
     """Bucket 5 holds c and b, bucket 6 holds a, which contributes twice (tied)."""
     parameters = {name: Parameter(torch.zeros(2, 3)) for name in "abc"}
     layouts = {
-        5: SimpleNamespace(names=("c", "b"), numels=(6, 6)),
-        6: SimpleNamespace(names=("a",), numels=(6,)),
+        5: SimpleNamespace(names=("c", "b"), numels=(6, 6), packs=()),
+        6: SimpleNamespace(names=("a",), numels=(6,), packs=()),
     }
     contributions = {"a": 2, "b": 1, "c": 1}
     return GradientBuckets(layouts, parameters, contributions, recorder.of(5, 6), torch.float32, torch.device("cpu"))
@@ -47,6 +47,35 @@ def test_gradients_are_views_of_the_flat_buffers() -> None:
     assert buckets.flat[5].tolist() == [0] * 6 + [2] * 6
     buckets.zero()
     assert not buckets.flat[5].any()
+
+
+def packed(*names: str, shapes: dict[str, tuple[int, ...]] | None = None) -> GradientBuckets:
+    """One bucket of a, b and c, [2, 3] each or of other shapes, some of them declared one matrix."""
+    sizes = {name: (2, 3) for name in "abc"} | (shapes or {})
+    parameters = {name: Parameter(torch.zeros(size)) for name, size in sizes.items()}
+    numels = tuple(parameter.numel() for parameter in parameters.values())
+    layout = SimpleNamespace(names=tuple("abc"), numels=numels, packs=(names,))
+    ones = dict.fromkeys("abc", 1)
+    return GradientBuckets({5: layout}, parameters, ones, Recorder().of(5), torch.float32, torch.device("cpu"))
+
+
+def test_gradients_that_are_declared_one_matrix_are_its_rows() -> None:
+    buckets = packed("b", "c", shapes={"c": (5, 3)})
+    (matrix,) = buckets.packs.values()
+    matrix += torch.arange(7).float()[:, None]
+    assert not buckets.gradients["a"].any()
+    assert buckets.gradients["b"][:, 0].tolist() == [0, 1]
+    assert buckets.gradients["c"][:, 2].tolist() == [2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("names", "shapes"),
+    [("ac", {}), ("ba", {}), ("bc", {"c": (3, 2)}), ("ab", {"b": (6,)})],
+    ids=["not_adjacent", "other_order", "other_width", "a_vector"],
+)
+def test_a_wrong_declaration_is_found_when_buckets_are_made(names: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    with pytest.raises(AssertionError, match="declared one matrix lie behind each other"):
+        packed(*names, shapes=shapes)
 
 
 def test_nothing_starts_unless_armed() -> None:
@@ -91,7 +120,7 @@ def test_an_early_bucket_waits_its_turn() -> None:
 
 def test_what_comes_before_a_sum_sees_all_contributions() -> None:
     recorder, order = Recorder(), []
-    layouts = {0: SimpleNamespace(names=("a",), numels=(2,))}
+    layouts = {0: SimpleNamespace(names=("a",), numels=(2,), packs=())}
     parameters = {"a": Parameter(torch.zeros(2))}
     buckets = GradientBuckets(
         layouts,
@@ -146,8 +175,8 @@ def test_a_bucket_takes_dtype_device_and_strides_from_its_parameters() -> None:
     a = Parameter(torch.zeros(2, 3, 2, 2, dtype=torch.bfloat16).to(memory_format=torch.channels_last))
     parameters = {"a": a, "b": Parameter(torch.zeros(3)), "c": Parameter(torch.zeros(5, 4).T)}
     layouts = {
-        0: SimpleNamespace(names=("c", "b"), numels=(20, 3)),
-        1: SimpleNamespace(names=("a",), numels=(24,)),
+        0: SimpleNamespace(names=("c", "b"), numels=(20, 3), packs=()),
+        1: SimpleNamespace(names=("a",), numels=(24,), packs=()),
     }
     buckets = GradientBuckets(layouts, parameters, {"a": 1, "b": 1, "c": 1}, Recorder().of(0, 1), None, None)
     assert [flat.dtype for flat in buckets.flat.values()] == [torch.float32, torch.bfloat16]
@@ -160,7 +189,7 @@ def test_a_bucket_takes_dtype_device_and_strides_from_its_parameters() -> None:
 
 def test_counts_of_users_travel_with_the_gradients() -> None:
     parameters = {name: Parameter(torch.zeros(2, 3)) for name in "ab"}
-    layouts = {0: SimpleNamespace(names=("b", "a"), numels=(6, 6))}
+    layouts = {0: SimpleNamespace(names=("b", "a"), numels=(6, 6), packs=())}
     buckets = GradientBuckets(layouts, parameters, {"a": 1, "b": 1}, Recorder().of(0), None, None, count_usage=True)
     buckets.usage[0].copy_(torch.tensor([True, False]))
     buckets.sums[0].fill_(2)
@@ -170,6 +199,6 @@ def test_counts_of_users_travel_with_the_gradients() -> None:
 
 def test_a_bucket_of_two_dtypes_is_a_mistake() -> None:
     parameters = {"a": Parameter(torch.zeros(2)), "b": Parameter(torch.zeros(2, dtype=torch.float64))}
-    layouts = {0: SimpleNamespace(names=("b", "a"), numels=(2, 2))}
+    layouts = {0: SimpleNamespace(names=("b", "a"), numels=(2, 2), packs=())}
     with pytest.raises(AssertionError, match="one dtype and one device"):
         GradientBuckets(layouts, parameters, {"a": 1, "b": 1}, Recorder().of(0), None, None)

@@ -20,6 +20,7 @@ from tpengine.layout.parameters import (
     layer_specs,
     num_matmul_parameters,
     num_parameters,
+    sliced_gradients,
     stage_specs,
 )
 from tpengine.trust import permit_file
@@ -99,6 +100,34 @@ def test_tapered_buckets_halve_what_is_left(model: ModelConfig, limit: int) -> N
         if before_last:
             left = sum(numel[name] for name in order[order.index(before_last[-1]) + 1 :])
             assert 4 * sum(numel[name] for name in before_last) < min(limit, max(4 * left, 1_000_000))
+
+
+@settings(deadline=None, derandomize=True)
+@given(MODELS, st.sampled_from([1, 2, 4]), st.integers(1, 100_000), st.booleans())
+def test_packed_gradients_lie_behind_each_other_in_one_bucket(
+    model: ModelConfig, tp: int, limit: int, sliced: bool
+) -> None:
+    """However small buckets are; but where ranks share KV heads, Q is summed over others and lies apart."""
+    specs = stage_specs(model, tp, 0, model.num_layers)
+    gradients = sliced_gradients(specs, tp) if sliced else gradients_of(specs, tp, packed=True)
+    layouts = bucket_layouts(gradients, limit, 4, packed=True)
+    names = sorted(name for layout in layouts for name in layout.names)
+    assert names == sorted(spec.name for spec in specs)
+    packs = set()
+    for layout in layouts:
+        for pack in layout.packs:
+            first = layout.names.index(pack[0])
+            assert layout.names[first : first + len(pack)] == pack
+            packs.add(tuple(name.removesuffix(".weight") for name in pack))
+    qkv = [f"self_attn.{name}_proj" for name in "qkv"][1 if tp > model.num_kv_heads and not sliced else 0 :]
+    expected = {
+        tuple(f"layers.{layer}.{name}" for name in part)
+        for layer in range(model.num_layers)
+        for part in (qkv, ["mlp.gate_proj", "mlp.up_proj"])
+    }
+    assert packs == expected
+    # Not declared unless asked for, wherever they lie.
+    assert not any(layout.packs for layout in bucket_layouts(gradients, limit, 4, in_order_of_use=True))
 
 
 def test_counts_of_a_model_known_by_hand() -> None:

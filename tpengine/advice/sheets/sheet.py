@@ -56,7 +56,7 @@ class Sheet:
         parallel = config.parallel
         config = validate(config, (parallel.tp or 1) * (parallel.pp or 1) * (parallel.dp or 1))
         residency = None if config.parallel.residency == "auto" else Residency(config.parallel.residency)
-        layout = layout_of(config, residency, balanced_for)
+        layout = layout_of(config, residency, balanced_for, machine.is_asynchronous)
         plan = builds(config, layout)
         return cls(config, machine, layout, plan, simulate(plan, model_costs(config, layout, plan, machine)))
 

@@ -134,7 +134,8 @@ def modelled(config: Config, machine: str | None, packs: bool = False, balanced_
         balanced_for: as layout_of.
     """
     rates = machine_named(machine or "cpu")
-    layout = layout_of(config, decided_residency(config, config.parallel.memory_limit, rates), balanced_for)
+    residency = decided_residency(config, config.parallel.memory_limit, rates)
+    layout = layout_of(config, residency, balanced_for, rates.is_asynchronous)
     plan = training_plan(config, layout)
     if not packs:
         return Modelled(plan, model_costs(config, layout, plan, rates), [])

@@ -24,7 +24,7 @@ from tpkernels.fused.all_gather_matmul import gather_problem
 from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, scatter_and_gather
 
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.gradient_sink import Gradients, GradientSink, ParamGradSink, check_reaches
+from tpengine.layers.gradient_sink import Gradients, GradientSink, ParamGradSink, WeightTerm, check_reaches
 from tpengine.layers.linear.prepared import PreparedWeight
 
 
@@ -51,7 +51,7 @@ class _ColumnParallel(torch.autograd.Function):
 
     forward:  y = all_gather(x) @ w.T                  one gather, one matmul on the packed weights
     dgrad:    dx = reduce_scatter(dy @ w)              its dual
-    wgrad:    dw_i = dy_i.T @ X, X = all_gather(x)     into the sink
+    wgrad:    dw_i = dy_i.T @ X, X = all_gather(x)     into the sink, which may make one matmul of several
 
     X is kept for wgrad: T*D elements instead of T/tp*D, which saves a second gather in backward. With `gathers_again`
     only x is kept, and X is gathered again when dw is computed.
@@ -84,25 +84,24 @@ class _ColumnParallel(torch.autograd.Function):
         kept, packed = ctx.saved_tensors
         layers, is_whole = ctx.layers, ctx.is_whole
         comm, sink = layers[0].comm, layers[0].sink
-        # One dy_i per layer; frozen layers get no weight gradient.
-        pieces = dy.split([weight.shape[0] for weight in ctx.weights], dim=1)
+        # One dy_i per layer, side by side; frozen layers get no weight gradient.
         are_trained = ctx.needs_input_grad[4:]
-        pairs = [
-            (weight, piece, layer.replicas)
-            for weight, layer, piece, is_trained in zip(ctx.weights, layers, pieces, are_trained, strict=True)
-            if is_trained
-        ]
+        trained, first = [], 0
+        for weight, layer, is_trained in zip(ctx.weights, layers, are_trained, strict=True):
+            if is_trained:
+                trained.append(WeightTerm(weight, first, layer.replicas))
+            first += weight.shape[0]
         # dgrad. If wgrad needs X now and it is not kept, X is gathered meanwhile.
         dx = None
         if ctx.needs_input_grad[0]:
             terms = [(dy, ctx.prepared.dgrad if ctx.prepared else packed)]
-            if is_whole or sink.defers or not pairs:
+            if is_whole or sink.defers or not trained:
                 dx = matmul_scatter(terms, comm, "all_gather_matmul")
             else:
                 dx, kept = scatter_and_gather(terms, kept, comm, len(dy), "all_gather_matmul")
                 is_whole = True
         # wgrad, now or in the weight half: the sink decides.
-        dws: Gradients = sink.weight_grads(pairs, kept, gather_x=None if is_whole else comm) if pairs else ()
+        dws: Gradients = sink.weight_grads(trained, dy, kept, gather_x=None if is_whole else comm) if trained else ()
         left = iter(dws)
         return (dx, None, None, None, *(next(left) if is_trained else None for is_trained in are_trained))
 
@@ -148,7 +147,7 @@ class _RowParallel(torch.autograd.Function):
         if is_trained:
             # wgrad, now or in the weight half. Keep either DY or dy until then, not both.
             kept, gather = (dy, comm) if full is None else (full, None)
-            (dw,) = sink.weight_grads([(parameter, kept, None)], x, gather_dy=gather)
+            (dw,) = sink.weight_grads([WeightTerm(parameter, 0, None)], kept, x, gather_dy=gather)
         return dxs[0] if dxs else None, dw, None, None, None
 
 

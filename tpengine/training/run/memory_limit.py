@@ -47,7 +47,7 @@ def fitting_residency(config: Config, launch: Launch, device: torch.device) -> R
     phases = phases_of(config)
     decided = [decided_residency(phase.config, limit, machine) for phase in phases]
     residency = next((one for one in decided if one is Residency.USE), decided[0])
-    for phase, layout in zip(phases, phase_layouts(phases, residency), strict=True):
+    for phase, layout in zip(phases, phase_layouts(phases, residency, device.type == "cuda"), strict=True):
         where = f"in phase {phase.number + 1} " if len(phases) > 1 else ""
         needed = memory_of(phase.config, layout, training_plan(phase.config, layout), machine)
         _check_fits(phase.config, needed, limit, launch, machine, where)

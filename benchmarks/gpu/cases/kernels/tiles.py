@@ -26,6 +26,7 @@ from tpkernels.ops.matmul.tuned import (
     tile_key,
     written,
 )
+from tpkernels.ops.matmul.wgrad_choice import add_by_torch, refusal_of
 
 from benchmarks.gpu.cases.clock import device_here, medians, write
 from benchmarks.harness.rows import environment
@@ -49,6 +50,8 @@ CANDIDATES = tuple(
         (64, 64, 64, 8, 4, 4),
     )
 )
+# Torch's ways, by their names in rows: cuBLAS; into float32; and with an addition behind it.
+_MM, _ADDMM, _MM_AND_ADD = "mm", "addmm", "mm_and_add"
 SMALL_CANDIDATES = (MatmulConfig(16, 16, 16, 2, 4, 1), MatmulConfig(32, 16, 16, 2, 4, 1))
 
 
@@ -83,7 +86,7 @@ def tune(
         copy: a directory that gets a copy of the file.
         into: the directory of the file; default where the operators look.
         most: products of each number of tokens.
-        kinds: which products of a projection.
+        kinds: which products: forward, dgrad, wgrad, alone.
     """
     device = device_here()
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
@@ -106,7 +109,10 @@ def tune(
 
 
 def products(model: Model, tokens: int, device: torch.device) -> Iterator[Product]:
-    """Yield forward, dgrad and wgrad of each projection, as benchmarks/kernels/cases/matmul.py measures them."""
+    """Yield forward, dgrad and wgrad of each projection, as training launches them: q, k, v as one, and gate and up.
+
+    Then the head's wgrad; and, to see what one product saves, the weight gradients that are its parts, each `alone`.
+    """
     generator = torch.Generator(device).manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
 
@@ -118,6 +124,13 @@ def products(model: Model, tokens: int, device: torch.device) -> Iterator[Produc
         yield Product(f"{name}_forward", x, weight.T)
         yield Product(f"{name}_dgrad", dy, weight)
         yield Product(f"{name}_wgrad", dy.T, x, accumulates=True)
+    x = normal(tokens, model.hidden)
+    yield Product("head_wgrad", normal(tokens, model.vocabulary).T, x, accumulates=True)
+    mixed, keys = model.heads * model.head_size, model.kv_heads * model.head_size
+    for names, sizes in ((("q", "k", "v"), (mixed, keys, keys)), (("gate", "up"), (model.ffn, model.ffn))):
+        pieces = normal(tokens, sum(sizes)).split(sizes, dim=1)
+        for name, piece in zip(names, pieces, strict=True):
+            yield Product(f"{name}_alone", piece.T, x, accumulates=True)
 
 
 def _tuned(rows: Path, product: Product, case: str, target: Target) -> tuple[Tile | None, bool]:
@@ -127,12 +140,11 @@ def _tuned(rows: Path, product: Product, case: str, target: Target) -> tuple[Til
     of_torch = (a @ b).double()
     unit = torch.finfo(a.dtype).eps * float(wide.abs().max())
     allowed = max(unit, 2 * float((of_torch - wide).abs().max()))
-    # torch has no product that is added to a buffer of a wider dtype.
     sums = torch.zeros(a.shape[0], b.shape[1], device=a.device) if accumulates else None
-    rival = functools.partial(torch.mm, a, b) if sums is None else lambda: sums.add_(torch.mm(a, b))
-    calls: dict[str, Callable[[], object]] = {"torch": rival}
+    rivals = _rivals(a, b, sums)
     launch = functools.partial(launch_matmul, a, b, out=sums, accumulate=accumulates)
     tiles: dict[str, MatmulConfig] = {}
+    calls: dict[str, Callable[[], object]] = dict(rivals)
     is_right = True
     for config in CANDIDATES if a.is_cuda else SMALL_CANDIDATES:
         name = "x".join(map(str, config[:6]))
@@ -158,22 +170,39 @@ def _tuned(rows: Path, product: Product, case: str, target: Target) -> tuple[Til
     for name in tiles:
         write(rows, f"tiles/{case}/{name}", {"tile_us": 1e6 * times[name].median})
     best = min(tiles, key=lambda name: times[name].median)
-    seconds, of_cublas = times[best].median, times["torch"].median
+    best_rival = min(rivals, key=lambda name: times[name].median)
+    seconds, of_rival = times[best].median, times[best_rival].median
     fields = {
         "tile": best,
         "tile_us": 1e6 * seconds,
-        "torch_us": 1e6 * of_cublas,
-        "best_rival": "cublas and an addition" if accumulates else "cublas",
-        "speedup_over_best_rival_median_ratio": of_cublas / seconds,
+        "torch_us": 1e6 * of_rival,
+        "best_rival": best_rival,
+        "speedup_over_best_rival_median_ratio": of_rival / seconds,
         "gain_over_present_ratio": times["present"].median / seconds,
         "ours": "tile",
     }
-    write(rows, f"tiles/{case}", fields)
+    write(rows, f"tiles/{case}", fields | {f"{name}_us": 1e6 * times[name].median for name in rivals})
     (m, k), n = a.shape, b.shape[1]
     dtype, orders = str(a.dtype).removeprefix("torch."), (a.stride(1) == 1, b.stride(1) == 1)
+    # What the operator would take instead: no product with an addition behind it.
+    taken = times.get(_ADDMM if accumulates else _MM)
     return Tile(
-        m, n, k, dtype, *orders, accumulates, tiles[best], round(1e6 * seconds, 2), round(1e6 * of_cublas, 2)
+        m, n, k, dtype, *orders, accumulates, tiles[best], _us(seconds), None if taken is None else _us(taken.median)
     ), is_right
+
+
+def _rivals(a: Tensor, b: Tensor, sums: Tensor | None) -> dict[str, Callable[[], object]]:
+    """Return torch's ways to compute a @ b, or to add it to `sums`."""
+    if sums is None:
+        return {_MM: functools.partial(torch.mm, a, b)}
+    found: dict[str, Callable[[], object]] = {_MM_AND_ADD: lambda: sums.add_(torch.mm(a, b))}
+    if not refusal_of(a.device, a.dtype):
+        found[_ADDMM] = functools.partial(add_by_torch, sums, a.T, b)
+    return found
+
+
+def _us(seconds: float) -> float:
+    return round(1e6 * seconds, 2)
 
 
 def save(

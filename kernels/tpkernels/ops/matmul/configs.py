@@ -184,15 +184,13 @@ def config_of(
     rows, depth = nearest_power_of_2(m), nearest_power_of_2(k)
     # Tiles of which less than half is empty.
     filled = [c for c in table.choices if c.config.block_m < 2 * rows and c.config.block_n < 2 * n]
-    # Of equally good tiles take tall ones for many rows: they share B's columns longer.
-    by_height = sorted(filled or table.choices[-1:], key=lambda c: c.config.block_m < c.config.block_n and rows >= 8192)
 
     def busiest(choice: _Choice) -> float:
         config = choice.config
         rounds = cdiv(cdiv(rows, config.block_m) * cdiv(n, config.block_n), num_processors)
         return rounds * (config.block_m * config.block_n * depth / choice.speed + _TILE_OVERHEAD)
 
-    return min(by_height, key=busiest).config
+    return min(filled or table.choices[-1:], key=busiest).config
 
 
 def _table(dtype: torch.dtype, target: Target, gated: bool) -> _Table:

@@ -24,7 +24,7 @@ from tpkernels.launch import Target, target_of
 from tpkernels.ops.matmul.configs import MatmulConfig, nearest_power_of_2
 
 FOLDER = Path(__file__).resolve().parents[2] / "tuned"
-_FORMAT = 3
+_FORMAT = 4
 _MOST_BYTES = 4 << 20
 _DTYPES = ("bfloat16", "float16")
 _SIZES = ("m", "n", "k")
@@ -46,7 +46,8 @@ class Tile(NamedTuple):
         a_by_rows, b_by_rows: whether an operand's rows have no gaps; else its columns.
         accumulates: whether the product is added to C.
         config: the tile.
-        us, torch_us: microseconds of our product, and of torch.mm's.
+        us, torch_us: microseconds of our product, and of torch's: of torch.mm, or where it accumulates of torch.addmm
+            into float32; None if that was not timed.
     """
 
     m: int
@@ -58,7 +59,7 @@ class Tile(NamedTuple):
     accumulates: bool
     config: MatmulConfig
     us: float
-    torch_us: float
+    torch_us: float | None
 
 
 class TunedAttention(NamedTuple):
@@ -181,11 +182,24 @@ def tuned_config(a: Tensor, n: int, a_by_rows: bool, b_by_rows: bool, accumulate
     """
     if not a.is_cuda:
         return None
-    known = _tiles_of(a.device.index or 0)
+    known = _tiles_of(a.device)
     if not known:
         return None
     m, k = a.shape
-    return known.get(key_of(m, n, k, str(a.dtype).removeprefix("torch."), a_by_rows, b_by_rows, accumulates))
+    tile = known.get(key_of(m, n, k, str(a.dtype).removeprefix("torch."), a_by_rows, b_by_rows, accumulates))
+    return None if tile is None else tile.config
+
+
+def ours_was_faster(device: torch.device, key: Key) -> bool:
+    """Return whether our kernel was timed faster than torch for a product on a device; not if it was not timed."""
+    tile = _tiles_of(device).get(key)
+    return tile is not None and tile.torch_us is not None and tile.us < tile.torch_us
+
+
+def num_ours(device: torch.device, dtype: str) -> int:
+    """Return for how many accumulating products of a dtype our kernel was timed faster than torch."""
+    found = [key for key, tile in _tiles_of(device).items() if tile.dtype == dtype and tile.accumulates]
+    return sum(ours_was_faster(device, key) for key in found)
 
 
 def tuned_attention(
@@ -214,8 +228,8 @@ def forget() -> None:
 
 
 @functools.cache
-def _tiles_of(device: int) -> Mapping[Key, MatmulConfig]:
-    return {tile_key(tile): tile.config for tile in _read(torch.device("cuda", device))[0]}
+def _tiles_of(device: torch.device) -> Mapping[Key, Tile]:
+    return {tile_key(tile): tile for tile in _read(device)[0]}
 
 
 @functools.cache
@@ -250,7 +264,9 @@ def _tile(path: Path, place: int, entry: Any, target: Target) -> Tile:
         f"have a legal config in {where}",
         _short(numbers),
     )
-    _require_times(path, where, entry["us"], entry["torch_us"])
+    _require_times(path, where, entry["us"])
+    if not (entry["accumulates"] and entry["torch_us"] is None):
+        _require_times(path, where, entry["torch_us"])
     return Tile(**entry | {"config": MatmulConfig(*numbers)})
 
 

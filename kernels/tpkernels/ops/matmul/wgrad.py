@@ -1,8 +1,8 @@
 """Weight gradient of a matmul, accumulated where the caller wants it.
 
-16-bit operands with a float32 buffer, as in training, use the matmul kernel on a GPU: it adds its sums directly to the
-buffer, where torch would write a float32 product as large as the buffer and read it again. If the dtypes agree, torch's
-own product accumulates as well.
+Products of 16 bits with a float32 buffer, as in training, are added on a GPU without a tensor of the buffer's size
+beside it: by torch.addmm, which is cuBLAS, or by the matmul kernel; wgrad_choice.py says which. If the dtypes agree,
+torch's own product accumulates too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from tpkernels.launch import INTERPRETED
 from tpkernels.ops.matmul.kernel import launch_matmul
 from tpkernels.ops.matmul.operator import has_kernel
+from tpkernels.ops.matmul.wgrad_choice import add_by_torch, is_torchs
 
 
 @torch.library.custom_op("tpkernels::wgrad_", mutates_args=("buffer",))
@@ -27,7 +28,9 @@ def _(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
 
 def accumulate_wgrad(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
     """Run `wgrad_` without its checks and torch's dispatcher, for callers inside a Function of their own."""
-    if adds_in_place(buffer, x):
+    if is_torchs(buffer, dy, x):
+        add_by_torch(buffer, dy, x)
+    elif adds_in_place(buffer, x):
         launch_matmul(dy.T, x, out=buffer, accumulate=True)
     elif x.dtype == buffer.dtype:
         buffer.addmm_(dy.T, x)
@@ -39,7 +42,7 @@ def accumulate_wgrad(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def adds_in_place(buffer: Tensor, x: Tensor) -> bool:
-    """Return whether the matmul kernel adds to the buffer, without a product of its size beside it."""
+    """Return whether our kernel adds to the buffer, or torch in its place: without a product of its size beside it."""
     if not has_kernel(x):
         return False
     if x.dtype == buffer.dtype:
@@ -65,7 +68,8 @@ def wgrad_(buffer: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     Cost: 2*T*out*in flops; reads dy and x, reads and writes dw. On a CPU with a wider buffer also a product of dw's
     size in x's dtype.
     Numerics: if the dtypes agree the GEMM itself accumulates; else the product is added in the buffer's dtype: on a GPU
-    as summed, on a CPU rounded once to x's dtype.
+    as summed, on a CPU rounded once to x's dtype. Deterministic where torch is told to be: then our kernel adds; else
+    on CUDA cuBLAS may.
     """
     if (
         dy.ndim != 2

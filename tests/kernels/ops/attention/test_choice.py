@@ -64,7 +64,7 @@ def test_ours_is_taken_where_it_won_and_where_torch_must_be_deterministic(
 
 def test_a_damaged_file_is_refused() -> None:
     (tuned.FOLDER / "cpu.json").write_text("{}")
-    with pytest.raises(ValueError, match="tuned tiles must have format 3"):
+    with pytest.raises(ValueError, match="tuned tiles must have format 4"):
         chosen_backend(torch.empty(1), *SIZES)
 
 

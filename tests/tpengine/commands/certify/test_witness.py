@@ -20,7 +20,7 @@ from tpengine.commands.certify.command import Layout, Options, config_of, verdic
 from tpengine.commands.certify.evidence import Evidence, Observation, Phase
 from tpengine.commands.certify.witness import Witness
 from tpengine.config import Config
-from tpengine.layers.gradient_sink import WeightPairs
+from tpengine.layers.gradient_sink import WeightTerms
 from tpengine.model.exact import Shards
 from tpengine.plan import Kind
 from tpengine.training.trainer import Trainer
@@ -72,9 +72,13 @@ def relative_error_in_one_ranks_gradient(trainer: Trainer) -> None:
         sink, up = mlp.shards["4"].up_proj.sink, mlp.shards["4"].up_proj.weight
         weight_grads = sink.weight_grads
 
-        def wrong(pairs: WeightPairs, x: Tensor, **gathers: Any) -> Any:
-            changed = [(param, scaled(dy, 1 + 1e-6) if param is up else dy, partial) for param, dy, partial in pairs]
-            return weight_grads(changed, x, **gathers)
+        def wrong(terms: WeightTerms, dy: Tensor, x: Tensor, **gathers: Any) -> Any:
+            changed = dy.clone()
+            for term in terms:
+                if term.weight is up:
+                    columns = slice(term.first, term.first + len(up))
+                    changed[:, columns] = scaled(dy[:, columns], 1 + 1e-6)
+            return weight_grads(terms, changed, x, **gathers)
 
         sink.weight_grads = wrong
 

@@ -20,7 +20,7 @@ from tpengine.config.details import ModelDetails
 from tpengine.layers import vocab_parallel_cross_entropy
 from tpengine.layers.attention import Rotation, tables_of
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.gradient_sink import WeightPairs
+from tpengine.layers.gradient_sink import WeightTerms
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
 from tpengine.pipeline.stage import Stage
@@ -60,9 +60,9 @@ class KeepingSink:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
-    def weight_grads(self, pairs: WeightPairs, x: Tensor, **_: Any) -> list[None]:
-        self.tensors += [x, *(dy for _, dy, _ in pairs)]
-        return [None] * len(pairs)
+    def weight_grads(self, terms: WeightTerms, dy: Tensor, x: Tensor, **_: Any) -> list[None]:
+        self.tensors += [x, dy]
+        return [None] * len(terms)
 
     def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Any = None) -> None:
         raise AssertionError("a weight gradient is part of what comes later")
