@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from tpkernels.ops.cross_entropy import kernel as cross_entropy
-from tpkernels.ops.norm import kernel as norm
 
 from benchmarks.gpu.cases.clock import agreement, device_here, medians, write
 from benchmarks.gpu.cases.kernels.tiles import MODELS_BY_NAME
@@ -27,30 +27,24 @@ from benchmarks.kernels.timing import measure_ceilings
 Block = Mapping[str, int]
 
 
-def _nothing() -> None:
-    return None
-
-
 class Operator(NamedTuple):
     """What is timed with several blocks.
 
     Attributes:
         name: in rows.
-        module: of the kernel.
-        chooser: the name of the module's function that returns a block, as keywords of a launch.
-        blocks: what is changed in its answer.
+        blocks: keywords of a launch, which take the place of the present ones.
+        changed: makes calls take a block while its context is open.
         call: launches, and returns what it has written.
         num_bytes: that the call must move at least.
         restore: undoes what a call has overwritten, before a result is compared.
     """
 
     name: str
-    module: ModuleType
-    chooser: str
     blocks: Sequence[Block]
+    changed: Callable[[Block], AbstractContextManager[None]]
     call: Callable[[], Sequence[Tensor]]
     num_bytes: int
-    restore: Callable[[], object] = _nothing
+    restore: Callable[[], object]
 
 
 def measure(rows: Path, model: str, tokens: int, rounds: int = 10) -> int:
@@ -88,41 +82,16 @@ def _results(one: Operator, call: Callable[[], Sequence[Tensor]]) -> list[Tensor
 
 
 def _with(one: Operator, block: Block) -> Sequence[Tensor]:
-    """Make the operator's call with another block."""
-    present, asked = getattr(one.module, one.chooser), []
-
-    def chosen(*sizes: Any) -> dict[str, int]:
-        asked.append(sizes)
-        return {**present(*sizes), **block}
-
-    with patch.object(one.module, one.chooser, chosen):
-        found = one.call()
-    assert asked, f"{one.name} has not asked {one.chooser} for its block"
-    return found
+    with one.changed(block):
+        return one.call()
 
 
 def operators(model: Model, tokens: int, device: torch.device, dtype: torch.dtype) -> Iterator[Operator]:
     """Yield the operators at the sizes of a micro-batch."""
     generator = torch.Generator(device).manual_seed(0)
-
-    def normal(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator, device=device).to(dtype)
-
-    yield _norm_backward(*(normal(tokens, model.hidden) for _ in range(3)), normal(model.hidden))
     # As many tokens as the loss takes at a time.
-    yield from _cross_entropy(normal(max(1, tokens // 8), model.vocabulary))
-
-
-def _norm_backward(x: Tensor, dy: Tensor, dtotal: Tensor, weight: Tensor) -> Operator:
-    _, _, mean, rstd = norm.launch_norm(x, weight, None, None, 1e-5, False)
-    return Operator(
-        "norm_backward",
-        norm,
-        "_block",
-        [{"BLOCK_ROWS": rows, "num_warps": warps} for rows, warps in ((1, 8), (2, 8), (4, 16))],
-        lambda: norm.launch_norm_backward(dy, dtotal, x, weight, mean, rstd, 1, False, False),
-        4 * x.element_size() * x.numel(),
-    )
+    sizes = max(1, tokens // 8), model.vocabulary
+    yield from _cross_entropy(torch.randn(sizes, generator=generator, device=device).to(dtype))
 
 
 def _cross_entropy(logits: Tensor) -> Iterator[Operator]:
@@ -145,7 +114,21 @@ def _cross_entropy(logits: Tensor) -> Iterator[Operator]:
         )
         return [logits]
 
-    num_bytes = logits.element_size() * logits.numel()
-    restore = functools.partial(logits.copy_, original)
-    yield Operator("cross_entropy", cross_entropy, "_block", blocks, partials, num_bytes, restore)
-    yield Operator("cross_entropy_gradient", cross_entropy, "_block", blocks, gradient, 2 * num_bytes, restore)
+    num_bytes, restore = logits.element_size() * logits.numel(), functools.partial(logits.copy_, original)
+    changed = functools.partial(_chosen_by, cross_entropy, "_block")
+    yield Operator("cross_entropy", blocks, changed, partials, num_bytes, restore)
+    yield Operator("cross_entropy_gradient", blocks, changed, gradient, 2 * num_bytes, restore)
+
+
+@contextmanager
+def _chosen_by(module: ModuleType, name: str, block: Block) -> Iterator[None]:
+    """Change the answer of the module's function that returns a block; somebody must have asked it."""
+    present, asked = getattr(module, name), []
+
+    def chosen(*sizes: Any) -> dict[str, int]:
+        asked.append(sizes)
+        return {**present(*sizes), **block}
+
+    with patch.object(module, name, chosen):
+        yield
+    assert asked, f"nobody has asked {module.__name__} for a block"
