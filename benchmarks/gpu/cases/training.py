@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,6 +16,7 @@ import torch.distributed as dist
 # As in tpengine.distributed.process: imported after the process group exists, it would keep that group alive.
 import torch.distributed.nn.functional
 from torch.profiler import ProfilerActivity, profile
+from tpkernels.ops.attention.choice import Whose
 
 from benchmarks.gpu.cases.clock import covered, device_here, gaps, on_device, write
 from benchmarks.gpu.cases.steps import WARM_STEPS, OwnStep, Step, TorchStep, checked
@@ -27,7 +26,6 @@ from tpengine.config.presets import preset_config
 from tpengine.config.rules import validate
 from tpengine.distributed.local_ranks import run_ranks
 from tpengine.distributed.loopback import loopback_variables
-from tpengine.layers import attention as layer
 from tpengine.layout.flops import step_flops
 from tpengine.observe.metrics import peak_flops_per_second
 
@@ -39,23 +37,18 @@ _MOST_KERNELS, _MOST_GAPS = 12, 8
 _MOST_LAUNCHES = 800
 
 
-def own_step(rows: Path, preset: str, steps: int, attention: str, layers: int | None = None) -> int:
+def own_step(rows: Path, preset: str, steps: int, attention: Whose, layers: int | None = None) -> int:
     """Measure our step: tokens/s, MFU, the host's time, what a profile says; return 1 if the loss is not one.
 
     Args:
         rows: where rows go, each with `attention` in its name.
         preset: the model.
         steps: samples.
-        attention: whose, as the setting has it.
+        attention: whose, as the setting train.attention has it.
         layers: of the model; default all.
     """
-    config, device = _started(preset, steps, layers)
-    with attending(attention):
-        return _own_step(rows, f"train/{preset}/own_step/{attention}", config, device, steps)
-
-
-def _own_step(rows: Path, case: str, config: Config, device: torch.device, steps: int) -> int:
-    own = OwnStep(config, device)
+    config, device = _started(preset, steps, layers, attention)
+    own, case = OwnStep(config, device), f"train/{preset}/own_step/{attention}"
     check = checked(own, config)
     samples, of_host = [], []
     for _ in range(steps):
@@ -156,7 +149,7 @@ def against_torch(
     steps: int,
     layers: int | None = None,
     compiles: bool = True,
-    attention: str = "auto",
+    attention: Whose = "auto",
     rivals: Sequence[str] = tuple(_RIVALS),
 ) -> int:
     """Measure our step and torch's in turns; return 1 if a loss is not one.
@@ -167,27 +160,26 @@ def against_torch(
         steps: rounds.
         layers: of the model; default all.
         compiles: whether torch compiles its model.
-        attention: whose ours has, as the setting has it.
+        attention: whose ours has, as the setting train.attention has it.
         rivals: "torch" keeps all state in the weights' dtype, "torch_float32" in float32 as ours.
     """
-    config, device = _started(preset, steps, layers)
-    with attending(attention):
-        sides: dict[str, Step] = {"ours": OwnStep(config, device)}
-        sides |= {name: TorchStep(config, device, compiles=compiles, in_float32=_RIVALS[name]) for name in rivals}
-        check = next((c for side in sides.values() if (c := checked(side, config)) != "passed"), "passed")
-        first = {name: side.first_loss for name, side in sides.items()}
-        if check == "passed" and not max(first.values()) - min(first.values()) <= _SAME_LOSS * first["ours"]:
-            said = ", ".join(f"{name} {loss:.4f}" for name, loss in first.items())
-            check = f"failed: with equal weights and tokens the first losses must agree: {said}"
-        samples = interleave({name: side.seconds for name, side in sides.items()}, rounds=steps)
-        fields = _of_step(config, Spread.of(samples["ours"]), device) | {"compiled": compiles, "attention": attention}
-        for name in rivals:
-            fields |= spread_fields(name, "seconds", Spread.of(samples[name]))
-            over = Spread.of(paired_ratios(samples["ours"], samples[name]))
-            fields |= spread_fields(f"ours_over_{name}", "ratio", over)
-        fields |= loss_fields({name: side.loss for name, side in sides.items()})
-        write(rows, f"train/{preset}/against_torch", fields | {"num_samples": steps}, check)
-        return int(check != "passed")
+    config, device = _started(preset, steps, layers, attention)
+    sides: dict[str, Step] = {"ours": OwnStep(config, device)}
+    sides |= {name: TorchStep(config, device, compiles=compiles, in_float32=_RIVALS[name]) for name in rivals}
+    check = next((c for side in sides.values() if (c := checked(side, config)) != "passed"), "passed")
+    first = {name: side.first_loss for name, side in sides.items()}
+    if check == "passed" and not max(first.values()) - min(first.values()) <= _SAME_LOSS * first["ours"]:
+        said = ", ".join(f"{name} {loss:.4f}" for name, loss in first.items())
+        check = f"failed: with equal weights and tokens the first losses must agree: {said}"
+    samples = interleave({name: side.seconds for name, side in sides.items()}, rounds=steps)
+    fields = _of_step(config, Spread.of(samples["ours"]), device) | {"compiled": compiles, "attention": attention}
+    for name in rivals:
+        fields |= spread_fields(name, "seconds", Spread.of(samples[name]))
+        over = Spread.of(paired_ratios(samples["ours"], samples[name]))
+        fields |= spread_fields(f"ours_over_{name}", "ratio", over)
+    fields |= loss_fields({name: side.loss for name, side in sides.items()})
+    write(rows, f"train/{preset}/against_torch", fields | {"num_samples": steps}, check)
+    return int(check != "passed")
 
 
 def loss_fields(losses: Mapping[str, float]) -> dict[str, int | None]:
@@ -250,23 +242,13 @@ def rank_seconds(config: Config, steps: int) -> tuple[list[float], str]:
     return [own.seconds() for _ in range(steps)], check
 
 
-def _started(preset: str, steps: int, layers: int | None) -> tuple[Config, torch.device]:
+def _started(preset: str, steps: int, layers: int | None, attention: Whose = "auto") -> tuple[Config, torch.device]:
     """Return the configuration of one process and its device; the process is the only one of a group."""
     if not dist.is_initialized():
         os.environ |= loopback_variables(os.environ)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    return validate(_config(preset, steps, layers, 1), 1), device_here()
-
-
-@contextlib.contextmanager
-def attending(attention: str) -> Iterator[None]:
-    """Take ours ("ours"), cuDNN's ("torch"), or what layers choose by themselves ("auto")."""
-    chosen = {"ours": None, "torch": "cudnn"}
-    if attention == "auto":
-        yield
-        return
-    with patch.object(layer, "chosen_backend", lambda *_: chosen[attention]):
-        yield
+    config = _config(preset, steps, layers, 1)
+    return validate(replace(config, train=replace(config.train, attention=attention)), 1), device_here()
 
 
 def _config(preset: str, steps: int, layers: int | None, ranks: int) -> Config:

@@ -15,7 +15,8 @@ from benchmarks.gpu.cases.clock import device_here, medians, write
 from benchmarks.gpu.cases.kernels.tiles import MODELS_BY_NAME, save
 from benchmarks.harness.rows import environment
 from benchmarks.harness.shapes import Model
-from tpengine.layers.attention import Rotation, Scores, attend, by_torch, tables_of
+from tpengine.layers.attention import Rotation, Scores, attend, tables_of
+from tpengine.layers.torch_attention import attend_by_torch
 
 # The reference's scores of all heads are in float64.
 _CHECKED_SEQ = 512
@@ -101,9 +102,8 @@ def _attended(qkv: Tensor, model: Model, seq: int, who: str, rotates: bool) -> T
     if who == OURS:
         return attend(qkv, model.heads, model.kv_heads, seq, Scores(_ROTATION if rotates else None), None)
     wide = torch.promote_types(qkv.dtype, torch.float32)
-    tables = tables_of(seq, model.head_size, _ROTATION, wide, qkv.device)
-    cos, sin = tables if rotates else (None, None)
-    return by_torch(qkv, (model.heads, model.kv_heads, model.kv_heads), seq, cos, sin, None, who)
+    tables = tables_of(seq, model.head_size, _ROTATION, wide, qkv.device) if rotates else (None, None)
+    return attend_by_torch(qkv, model.heads, model.kv_heads, seq, tables, who)
 
 
 def _gradient(qkv: Tensor, dy: Tensor, model: Model, seq: int, who: str, rotates: bool = True) -> tuple[Tensor, Tensor]:
