@@ -145,11 +145,11 @@ def _attention(sizes: Sizes = EVERY) -> None:
     for model in sizes.models:
         _attend(torch.bfloat16, model.head_size, model.heads, model.kv_heads)
     for causal in (True, False):
-        _attend(torch.bfloat16, 128, 8, 1, causal=causal, window=1024, rotated=True)
+        _attend(torch.bfloat16, 128, 8, 1, causal=causal, window=1024)
     _attend(torch.bfloat16, 128, 8, 1, causal=False)
-    _attend(torch.bfloat16, 128, 8, 1, rotated=True, packed=True)
-    _attend(torch.bfloat16, 80, 8, 1, rotated=True, interleaved=True, rate=0.1)
-    # What the architectures of the engine launch: rotated heads of these sizes, of all tokens or of a window.
+    _attend(torch.bfloat16, 128, 8, 1, packed=True)
+    _attend(torch.bfloat16, 80, 8, 1, rate=0.1)
+    # What the architectures of the engine launch: heads of these sizes, rotated, of all tokens or of a window.
     for dtype in sizes.dtypes:
         for head in (64, 80, 128, 256) if dtype == torch.bfloat16 else (64, 80, 128):
             for window in (0, 512):
@@ -164,7 +164,6 @@ def _attend(
     causal: bool = True,
     window: int = 0,
     rotated: bool = False,
-    interleaved: bool = False,
     packed: bool = False,
     rate: float = 0.0,
 ) -> None:
@@ -173,7 +172,7 @@ def _attend(
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
     table = _empty(seq, head // 2, dtype=torch.float32) if rotated else None
     starts = _empty(9, dtype=torch.int32) if packed else None
-    options = Options(causal, window, head**-0.5, interleaved, rate, (0, 0, 0, 0, 0, heads) if rate else ())
+    options = Options(causal, window, head**-0.5, False, rate, (0, 0, 0, 0, 0, heads) if rate else ())
     problem = (Tables(table, table), Sides(starts, starts), options)
     y, lse = launch_attention(q, k, v, *problem)
     launch_attention_backward(y, q, k, v, y, lse, (q, k, v), *problem)

@@ -57,6 +57,8 @@ def _rope_kernel(
     num_heads: tl.int32,
     stride_token: tl.int64,
     stride_head: tl.int64,
+    stride_y_token: tl.int64,
+    stride_y_head: tl.int64,
     stride_cos: tl.int64,
     stride_sin: tl.int64,
     HALF: tl.constexpr,
@@ -88,7 +90,7 @@ def _rope_kernel(
         i_head = tl.program_id(1) * NUM_HEADS_PER_PROGRAM + i
         m_row = only_if(i_head < num_heads, m_token)
         o_x = o_token[:, None] * stride_token + i_head.to(tl.int64) * stride_head
-        o_y = (o_token[:, None] * num_heads + i_head) * (2 * HALF)
+        o_y = o_token[:, None] * stride_y_token + i_head.to(tl.int64) * stride_y_head
         if INTERLEAVED:
             # Load both elements of a pair together, and split them in registers. Loading every other element would
             # waste half of each load.
@@ -124,10 +126,16 @@ def _block(num_heads: int, half: int, itemsize: int, interleaved: bool) -> dict[
 
 
 def launch_rope(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, inverse: bool
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    interleaved: bool,
+    inverse: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Run the operator tpkernels::rope with its kernel."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    """Run the operator tpkernels::rope with its kernel; `out` has x's shape and dtype, and no gaps between columns."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     num_tokens, num_heads, num_elements = x.shape
     x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
     block = _block(num_heads, num_elements // 2, x.element_size(), interleaved)
@@ -144,6 +152,8 @@ def launch_rope(
         num_heads,
         x.stride(0),
         x.stride(1),
+        y.stride(0),
+        y.stride(1),
         cos.stride(0),
         sin.stride(0),
         HALF=num_elements // 2,

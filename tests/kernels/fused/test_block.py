@@ -219,7 +219,7 @@ def kernels_launched(device: str) -> set[str]:
 
 @every_rung
 def test_the_engines_layers_take_the_kernels_where_there_are_some(rung: Rung) -> None:
-    gradient = {f"gradient.{name}" for name in ("backward", "key_gradient", "query_gradient")}
-    attention = {"forward", "rotation"} | gradient
-    every = {"norm.kernel", "embedding", "activation", "cross_entropy.kernel"} | {f"attention.{n}" for n in attention}
+    gradient = {f"gradient.{name}" for name in ("backward", "kernel")}
+    attention = {"forward"} | gradient
+    every = {"norm.kernel", "embedding", "rope", "activation", "cross_entropy.kernel"} | {f"attention.{n}" for n in attention}
     assert rung(kernels_launched) == (set() if rung.name == "host" else every)

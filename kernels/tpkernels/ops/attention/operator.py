@@ -7,7 +7,7 @@
     dq = rope^-1(ds k) * scale;   dk = rope^-1(ds.T q) * scale
 
 Tensors are token-major, [B, S, H, E], as a projection writes them: a tp rank holds H/tp and G/tp of the heads, and
-nothing is transposed. `attention_qkv` takes the whole output of the fused projection, rotates on load, and writes dq,
+nothing is transposed. `attention_qkv` takes the whole output of the fused projection, rotates q and k, and writes dq,
 dk, dv into one tensor, as the projection's backward needs it.
 
 Which keys a query sees: the last query of a document is aligned with its last key. A causal query sees no later key;
@@ -267,11 +267,11 @@ def attention(
         ValueError: shapes, dtypes or documents that do not fit. On a GPU, starts that are not cumulative lengths fail
             an assertion on the device, since checking them would wait for it; under torch.compile they are not checked.
 
-    Cost: 4*B*H*S*S'*E flops forward, half of it if causal, 3.5 times that backward (2.5 are needed); keeps q, k, v, y
-    and the log-sum-exp, B*H*S float32. If there are few keys, a group's query heads are divided into parts, and dk and
-    dv take a float32 copy for each part (gradient/backward.py).
+    Cost: 4*B*H*S*S'*E flops forward, half of it if causal, 2.5 times that backward; keeps q, k, v, y and the log-sum-exp,
+    B*H*S float32. Backward takes dq in float32 besides. If there are few keys, a group's query heads are divided into
+    parts, and dk and dv take a float32 copy for each part (gradient/backward.py).
     Numerics: scores, softmax and sums in float32, probabilities rounded to v's dtype for their product with v; float32
-    products are not reduced to tf32. No atomics: equal bits from run to run. On a CPU all in float32, except plain
+    products are not reduced to tf32. dq is added up in one order: equal bits from run to run. On a CPU all in float32, except plain
     causal 16-bit attention, which is torch's.
     Source: Dao, arXiv 2307.08691.
     """
@@ -318,14 +318,14 @@ def attention_qkv(
     scale: float | None = None,
     dropout: AttentionDropout | None = None,
 ) -> Tensor:
-    """Compute attention on the output of a fused q, k, v projection, rotating queries and keys as they are loaded.
+    """Compute attention on the output of a fused q, k, v projection, rotating queries and keys.
 
         q[T, H, E], k[T, G, E], v[T, G, E] = the columns of qkv[T, (H + 2G) * E], side by side
         y[T, H*E] = drop(softmax(scale * rope(q) rope(k).T)) v
 
-    Nothing is split or transposed, and forward copies nothing. Backward rotates q and k into copies, since its loops
-    read them once for every block of the other side; it writes dq, dk and dv, rotated back, into one dqkv. With heads
-    cut over tp, H and G are this rank's: qkv is what all_gather_matmul returns, y what matmul_reduce_scatter takes.
+    Nothing is split or transposed. Forward and backward rotate q and k into copies, which their loops read many times;
+    backward writes dq, dk and dv, rotated back, into one dqkv. With heads cut over tp, H and G are this rank's: qkv is
+    what all_gather_matmul returns, y what matmul_reduce_scatter takes.
 
     Args:
         qkv: [T, (H + 2G) * E], rows of whole sequences, batch first.
@@ -344,8 +344,8 @@ def attention_qkv(
         ValueError: shapes, dtypes or documents that do not fit; on a CPU, a document longer than the tables (on a GPU
             that is an assertion of the device).
 
-    Cost, Numerics: as attention; in addition, forward rotates a tile of keys for every block of queries that sees it,
-    and backward needs memory for q and k once more.
+    Cost, Numerics: as attention; in addition q and k are rotated, forward and again in backward, which needs memory for
+    q, k, dq and dk once more.
     """
     (qkv,) = lowered(qkv)
     heads = num_heads + 2 * num_kv_heads

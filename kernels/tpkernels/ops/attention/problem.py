@@ -102,8 +102,7 @@ def constants(q: Tensor, k: Tensor, options: Options) -> dict[str, Any]:
     return {
         "NUM_HEADS_PER_GROUP": q.shape[2] // k.shape[2],
         "HEAD": head,
-        "HALF": max(16, power_of_2(head // 2)),
-        "INTERLEAVED": options.interleaved,
+        "BLOCK_HEAD": max(16, power_of_2(head)),
         "CAUSAL": options.causal,
         "WINDOWED": options.window > 0,
         "THRESHOLD": round(options.rate * 2**32),

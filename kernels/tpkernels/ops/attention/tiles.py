@@ -1,8 +1,7 @@
-"""Tiles of attention: find a program's document, load and store tiles, mask what queries do not see, drop.
+"""Tiles of attention: find a program's document, load a tile, mask what queries do not see, drop.
 
-A head's E columns are held as two halves, which is how rotary embedding pairs them: a tile is rotated on load and its
-gradient rotated back before it is stored, and q @ k.T is the sum of the halves' products. Strides decide which columns
-form a half: the first E/2, or the even ones.
+A tile has a head's E columns, and zeros up to the next power of two. Nothing is rotated here: rotation.py does that
+before and after.
 
 Positions: query i of a document sees keys j <= i + d if causal, where d = keys - queries of the document, so that the
 last query sees the last key. With a window w it sees only j > i + d - w, and j < i + d + w if not causal.
@@ -27,15 +26,15 @@ def document_of(
 ) -> Any:
     """Return where the rows of program i_block are.
 
-    That is (block within the document, first row, number of rows, first row on the other side, number of rows there),
-    where rows are queries and the other side is keys, or the reverse. The blocks of packed document d begin at block
+    That is (block within the document, first row, number of rows, first row on the other side, number of rows there,
+    document), where rows are queries and the other side is keys, or the reverse. The blocks of packed document d begin at block
     start // BLOCK + d, so each document has at least as many blocks as it needs. A program finds its document by binary
     search, and the host does not have to count blocks. Without p_starts, every sequence has `length` rows.
     """
     first = 0
     other_first = 0
+    low = 0
     if p_starts is not None:
-        low = 0
         high = num_documents
         while high - low > 1:
             middle = (low + high) // 2
@@ -47,76 +46,24 @@ def document_of(
         other_first = tl.load(p_other_starts + low).to(tl.int32)
         other_length = tl.load(p_other_starts + low + 1).to(tl.int32) - other_first
         i_block -= first // BLOCK + low
-    return i_block, first, length, other_first, other_length
+    return i_block, first, length, other_first, other_length, low
 
 
 @jit
-def load_halves(
-    p: tl.tensor,
-    o_row: tl.tensor,
-    m_row: tl.tensor,
+def load_rows(
+    x: tl.tensor,
+    i_row: tl.tensor,
+    end: tl.tensor,
     stride: tl.int64,
-    p_cos: tl.tensor,
-    p_sin: tl.tensor,
-    o_position: tl.tensor,
     HEAD: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-) -> Any:
-    """Load rows of one head as two halves [rows, HALF], rotated to their positions if there are tables."""
-    o_half = tl.arange(0, HALF)
-    m_half = m_row[:, None] & (o_half < HEAD // 2)[None, :]
-    STEP: tl.constexpr = 2 if INTERLEAVED else 1
-    HIGH: tl.constexpr = 1 if INTERLEAVED else HEAD // 2
-    o_low = o_row[:, None] * stride + (o_half * STEP)[None, :]
-    # [rows, HALF]
-    b_low = tl.load(p + o_low, mask=m_half, other=0.0)
-    # [rows, HALF]
-    b_high = tl.load(p + o_low + HIGH, mask=m_half, other=0.0)
-    if p_cos is not None:
-        o_table = o_position[:, None] * (HEAD // 2) + o_half[None, :]
-        # [rows, HALF]
-        b_cos = tl.load(p_cos + o_table, mask=m_half, other=0.0)
-        # [rows, HALF]
-        b_sin = tl.load(p_sin + o_table, mask=m_half, other=0.0)
-        low, high = b_low.to(tl.float32), b_high.to(tl.float32)
-        b_low = (low * b_cos - high * b_sin).to(b_low.dtype)
-        b_high = (high * b_cos + low * b_sin).to(b_high.dtype)
-    return b_low, b_high
-
-
-@jit
-def store_halves(
-    p: tl.tensor,
-    o_row: tl.tensor,
-    m_row: tl.tensor,
-    stride: tl.int64,
-    b_low: tl.tensor,
-    b_high: tl.tensor,
-    p_cos: tl.tensor,
-    p_sin: tl.tensor,
-    o_position: tl.tensor,
-    HEAD: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-) -> None:
-    """Rotate two halves back if there are tables, and store them: the inverse of `load_halves`."""
-    o_half = tl.arange(0, HALF)
-    m_half = m_row[:, None] & (o_half < HEAD // 2)[None, :]
-    STEP: tl.constexpr = 2 if INTERLEAVED else 1
-    HIGH: tl.constexpr = 1 if INTERLEAVED else HEAD // 2
-    if p_cos is not None:
-        o_table = o_position[:, None] * (HEAD // 2) + o_half[None, :]
-        # [rows, HALF]
-        b_cos = tl.load(p_cos + o_table, mask=m_half, other=0.0)
-        # [rows, HALF]
-        b_sin = tl.load(p_sin + o_table, mask=m_half, other=0.0)
-        low = b_low * b_cos + b_high * b_sin
-        b_high = b_high * b_cos - b_low * b_sin
-        b_low = low
-    o_low = o_row[:, None] * stride + (o_half * STEP)[None, :]
-    tl.store(p + o_low, b_low.to(p.dtype.element_ty), mask=m_half)
-    tl.store(p + o_low + HIGH, b_high.to(p.dtype.element_ty), mask=m_half)
+    BLOCK_HEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Load BLOCK rows of one head from i_row on; rows from `end` on, and columns beyond the head, are 0."""
+    o_row = i_row + tl.arange(0, BLOCK)
+    o_head = tl.arange(0, BLOCK_HEAD)
+    m_inside = (o_row < end)[:, None] & (o_head < HEAD)[None, :]
+    return tl.load(x + o_row[:, None] * stride + o_head[None, :], mask=m_inside, other=0.0)
 
 
 @jit

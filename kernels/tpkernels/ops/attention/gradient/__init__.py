@@ -1,1 +1,1 @@
-"""Gradients of attention: backward.py launches query_gradient.py and key_gradient.py, which compute scores again."""
+"""Gradients of attention: backward.py launches kernel.py, which computes scores again; turns.py orders its adds."""

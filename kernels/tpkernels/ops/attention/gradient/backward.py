@@ -1,12 +1,11 @@
-"""Attention backward in Triton: a kernel for dq, one for dk and dv, no atomics.
+"""Attention backward in Triton: five products for each tile of scores, and no order that chance decides.
 
     p = exp2(s - lse * log2(e));   ds = p * (drop(dy v.T) - delta),  delta = sum(dy * y)
     dv = drop(p).T dy;   dk = ds.T q * scale;   dq = ds k * scale
 
-A program of dq (query_gradient.py) has a block of queries of one head and loops over keys. A program of dk and dv
-(key_gradient.py) has a block of keys of one KV head and loops over the queries of all query heads of its group, of some
-of them, or of one. So every element is written by one program, in an order that depends on shapes only. The price:
-scores are computed twice, 7 products, not 5 (configs.py says why). Here are the preparation of both and the launches.
+kernel.py's programs each have a block of keys; dq gets a share from each, in the order of the blocks. Here are what
+runs before and behind, and the launches: delta, the zeros that dq is added to, the scale and the dtype of dq, the sums
+of dk and dv where a group's query heads are divided.
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
 """
@@ -18,10 +17,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tpkernels.launch import LOG2_E, cdiv, jit, run, target_of, tl
-from tpkernels.ops.attention.configs import KEY_GRADIENT, QUERY_GRADIENT, config_of, takes_several_heads
-from tpkernels.ops.attention.gradient.key_gradient import key_gradient_kernel
-from tpkernels.ops.attention.gradient.query_gradient import query_gradient_kernel
+from tpkernels.launch import LOG2_E, cdiv, jit, power_of_2, run, target_of, tl
+from tpkernels.ops.attention.configs import GRADIENT, Config, config_of
+from tpkernels.ops.attention.gradient.kernel import gradient_kernel
+from tpkernels.ops.attention.gradient.turns import arrivals_per_turn
 from tpkernels.ops.attention.problem import (
     Options,
     Sides,
@@ -31,10 +30,15 @@ from tpkernels.ops.attention.problem import (
     num_blocks,
     sizes,
 )
-from tpkernels.ops.attention.rotation import rotated
+from tpkernels.ops.attention.rotation import Rotation
 
 # Programs that occupy every processor of today's largest GPUs. With fewer, a group's query heads are divided.
 _ENOUGH_PROGRAMS = 264
+# Rows of queries, of all columns (kernel.py) that are added to at a time. A column's blocks are claimed so far apart
+# that none waits for the one before, on 132 processors: a tile of 64 queries takes a step, S / 128 steps are a causal
+# block's mean, a block may begin two steps behind the one before. And q, dy and a float32 dq of as many rows, 8 bytes
+# per column of a head, fit into an L2 cache of 50 MB: 17 MB for heads of 64, 34 MB for heads of 128. Computed.
+_ROWS_AT_A_TIME = 1 << 15
 
 
 @jit(do_not_specialize=["num_queries"])
@@ -66,6 +70,37 @@ def _delta_kernel(
     tl.store(p_delta + o_delta, tl.sum(b_y * b_dy, axis=1), mask=o_query < num_queries)
 
 
+@jit(do_not_specialize=["num_rows", "factor"])
+def _finish_kernel(
+    p_parts: tl.tensor,
+    p_out: tl.tensor,
+    num_rows: tl.int32,
+    num_heads: tl.int32,
+    stride_part: tl.int64,
+    stride_batch: tl.int64,
+    stride_row: tl.int64,
+    stride_head: tl.int64,
+    factor: tl.float32,
+    NUM_PARTS: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_HEAD: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+) -> None:
+    """Add parts [NUM_PARTS, B, num_heads, num_rows, HEAD] one after another, and store them times a factor."""
+    o_row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    i_head, i_batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    o_head = tl.arange(0, BLOCK_HEAD)
+    m_inside = (o_row < num_rows)[:, None] & (o_head < HEAD)[None, :]
+    o_part = ((i_batch * num_heads + i_head) * num_rows + o_row)[:, None] * HEAD + o_head[None, :]
+    # [BLOCK_ROWS, BLOCK_HEAD]
+    b_sum = tl.load(p_parts + o_part, mask=m_inside, other=0.0)
+    for i_part in tl.static_range(1, NUM_PARTS):
+        # [BLOCK_ROWS, BLOCK_HEAD]
+        b_sum += tl.load(p_parts + i_part * stride_part + o_part, mask=m_inside, other=0.0)
+    o_out = i_batch * stride_batch + i_head * stride_head + o_row[:, None] * stride_row + o_head[None, :]
+    tl.store(p_out + o_out, (b_sum * factor).to(p_out.dtype.element_ty), mask=m_inside)
+
+
 def launch_attention_backward(
     dy: Tensor,
     q: Tensor,
@@ -77,16 +112,24 @@ def launch_attention_backward(
     tables: Tables,
     sides: Sides,
     options: Options,
+    config: Config | None = None,
 ) -> None:
-    """Write dq, dk, dv into `gradients`, which have the shapes of q, k, v and no gaps in their last dims."""
+    """Write dq, dk, dv into `gradients`, which have the shapes of q, k, v and no gaps in their last dims.
+
+    `config` is for measuring; default configs.py's.
+    """
     if tables.cos is not None:
-        q = rotated(q, tables, sides, k.shape[1], options, is_key=False)
-        k = rotated(k, tables, Sides(*reversed(sides)), q.shape[1], options, is_key=True)
+        rotation = Rotation(k, tables, sides, options)
+        dq, dk = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k))
+        of_rotated = (dq, dk, gradients[2])
+        given = (rotation.forth(q), rotation.forth(k), v, y, lse)
+        launch_attention_backward(dy, *given, of_rotated, Tables(None, None), sides, options, config)
+        rotation.back(dq, gradients[0])
+        rotation.back(dk, gradients[1])
+        return
     dq, dk, dv = gradients
     batch, num_queries, num_heads, head = q.shape
     meta = constants(q, k, options)
-    common = (*sizes(q, k, sides), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dy.stride()[:3])
-    numbers = (options.scale * LOG2_E, options.window, *dropout_numbers(k, options))
     delta = torch.empty_like(lse)
     run(
         _delta_kernel,
@@ -98,49 +141,84 @@ def launch_attention_backward(
         num_heads,
         *dy.stride()[:3],
         HEAD=head,
-        BLOCK_HEAD=2 * meta["HALF"],
+        BLOCK_HEAD=meta["BLOCK_HEAD"],
         BLOCK_QUERIES=32,
         num_warps=4,
     )
-    kind = (meta["HALF"], q.element_size(), options.rate > 0, target_of(q))
-    tensors = (q, k, v, dy, *tables, *sides, lse, delta)
-    config = config_of(QUERY_GRADIENT, *kind)
-    run(
-        query_gradient_kernel,
-        (num_blocks(num_queries, sides.query_starts, config["BLOCK_QUERIES"]), num_heads, batch),
-        *tensors,
-        dq,
-        *common,
-        *dq.stride()[:3],
-        *numbers,
-        **meta,
-        **config,
-    )
-    config = config_of(KEY_GRADIENT, *kind)
-    blocks = num_blocks(k.shape[1], sides.key_starts, config["BLOCK_KEYS"])
-    num_slots = meta["NUM_HEADS_PER_GROUP"]
-    if takes_several_heads(*kind):
-        num_slots = _num_slots(blocks * k.shape[2] * batch, num_slots)
+    target = target_of(q)
+    config = config or config_of(GRADIENT, meta["BLOCK_HEAD"], q.element_size(), options.rate > 0, target)
+    num_groups = k.shape[2]
+    blocks = num_blocks(k.shape[1], sides.key_starts, config.block_keys)
+    tiles = num_blocks(num_queries, sides.query_starts, config.block_queries)
+    slots = _num_slots(blocks * num_groups * batch, meta["NUM_HEADS_PER_GROUP"])
+    columns = batch * num_groups * slots
+    # One tensor, for one launch that zeroes it: dq and the counters.
+    num_counters = 2 + batch * num_heads * tiles
+    zeros = torch.zeros(q.numel() + num_counters, dtype=torch.float32, device=q.device)
+    wide_dq = zeros[: q.numel()].view(1, batch, num_heads, num_queries, head)
+    counters = zeros[q.numel() :].view(torch.int32)
     parts: Sequence[Tensor] = (dk, dv)
-    if num_slots > 1:
-        parts = tuple(torch.empty(num_slots, *of.shape, dtype=torch.float32, device=of.device) for of in (dk, dv))
+    if slots > 1:
+        shape = (slots, batch, num_groups, k.shape[1], head)
+        parts = [torch.empty(shape, dtype=torch.float32, device=q.device).transpose(2, 3) for _ in range(2)]
     run(
-        key_gradient_kernel,
-        (blocks, k.shape[2] * num_slots, batch),
-        *tensors,
+        gradient_kernel,
+        (blocks * columns,),
+        q,
+        k,
+        v,
+        dy,
+        *sides,
+        lse,
+        delta,
+        counters,
+        wide_dq,
         *parts,
-        *common,
-        parts[0].stride(0) if num_slots > 1 else 0,
+        *sizes(q, k, sides),
+        blocks,
+        tiles,
+        columns,
+        max(1, _ROWS_AT_A_TIME // max(1, num_queries * (meta["NUM_HEADS_PER_GROUP"] // slots))),
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *dy.stride()[:3],
+        parts[0].stride(0) if slots > 1 else 0,
         *parts[0].stride()[-4:-1],
         *parts[1].stride()[-4:-1],
-        *numbers,
-        NUM_SLOTS=num_slots,
+        options.scale * LOG2_E,
+        options.window,
+        *dropout_numbers(k, options),
+        ARRIVALS=arrivals_per_turn(target, config.num_warps),
+        NUM_SLOTS=slots,
         **meta,
-        **config,
+        **config.options,
     )
-    if num_slots > 1:
+    _finish(wide_dq, dq, options.scale)
+    if slots > 1:
         for whole, of in zip((dk, dv), parts, strict=True):
-            whole.copy_(of.sum(0))
+            _finish(of.transpose(2, 3), whole, 1.0)
+
+
+def _finish(parts: Tensor, out: Tensor, factor: float) -> None:
+    """Write the sum of parts[P, B, heads, S, E], float32 without gaps, times a factor, into out[B, S, heads, E]."""
+    num_parts, batch, num_heads, num_rows, head = parts.shape
+    run(
+        _finish_kernel,
+        (cdiv(num_rows, 32), num_heads, batch),
+        parts,
+        out,
+        num_rows,
+        num_heads,
+        parts.stride(0),
+        *out.stride()[:3],
+        factor,
+        NUM_PARTS=num_parts,
+        HEAD=head,
+        BLOCK_HEAD=max(16, power_of_2(head)),
+        BLOCK_ROWS=32,
+        num_warps=4,
+    )
 
 
 def _num_slots(num_programs: int, heads_per_group: int) -> int:

@@ -1,0 +1,189 @@
+"""Gradients of attention in Triton: a program has a block of keys and loops over the queries that see it.
+
+    dv = drop(p).T dy;   dk = ds.T q * scale          in registers, of some query heads of a KV head
+    dq += ds k                                        in memory, in float32, block of keys by block of keys
+
+dq is added up in the order of the blocks of keys (turns.py): the same bits in every run. For each block of keys a tile
+of dq goes to the L2 cache, and the adds are done there, while the next tile is multiplied.
+
+Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2; Shah et al., "FlashAttention-3", arXiv 2407.08608 (its
+deterministic backward takes turns too).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tpkernels.launch import dot, jit, tl
+from tpkernels.ops.attention.gradient.turns import await_turn, claim, pass_turn
+from tpkernels.ops.attention.problem import NOT_SPECIALIZED
+from tpkernels.ops.attention.tiles import document_of, kept, load_rows, query_range, visible
+
+
+@jit
+def _place(i_item: tl.tensor, num_blocks: tl.int32, num_columns: tl.int32, columns_at_a_time: tl.int32) -> Any:
+    """Return the block and the column of an item: block by block of some columns, then the next columns.
+
+    Of columns at a time there are so many that a program rarely waits for the one before it in its column, and so few
+    that their q, dy and dq stay in the L2 cache.
+    """
+    items_at_a_time = num_blocks * columns_at_a_time
+    first_column = i_item // items_at_a_time * columns_at_a_time
+    width = min(num_columns - first_column, columns_at_a_time)
+    within = i_item % items_at_a_time
+    return within // width, first_column + within % width
+
+
+@jit(do_not_specialize=[*NOT_SPECIALIZED, "num_blocks", "num_tiles", "num_columns", "columns_at_a_time"])
+def gradient_kernel(
+    p_q: tl.tensor,
+    p_k: tl.tensor,
+    p_v: tl.tensor,
+    p_dy: tl.tensor,
+    p_query_starts: tl.tensor,
+    p_key_starts: tl.tensor,
+    p_lse: tl.tensor,
+    p_delta: tl.tensor,
+    p_counters: tl.tensor,
+    p_dq: tl.tensor,
+    p_dk: tl.tensor,
+    p_dv: tl.tensor,
+    num_documents: tl.int32,
+    query_length: tl.int32,
+    key_length: tl.int32,
+    num_queries: tl.int32,
+    num_heads: tl.int32,
+    num_blocks: tl.int32,
+    num_tiles: tl.int32,
+    num_columns: tl.int32,
+    columns_at_a_time: tl.int32,
+    stride_q_batch: tl.int64,
+    stride_q: tl.int64,
+    stride_q_head: tl.int64,
+    stride_k_batch: tl.int64,
+    stride_k: tl.int64,
+    stride_k_head: tl.int64,
+    stride_v_batch: tl.int64,
+    stride_v: tl.int64,
+    stride_v_head: tl.int64,
+    stride_dy_batch: tl.int64,
+    stride_dy: tl.int64,
+    stride_dy_head: tl.int64,
+    stride_d_slot: tl.int64,
+    stride_dk_batch: tl.int64,
+    stride_dk: tl.int64,
+    stride_dk_head: tl.int64,
+    stride_dv_batch: tl.int64,
+    stride_dv: tl.int64,
+    stride_dv_head: tl.int64,
+    scale: tl.float32,
+    window: tl.int32,
+    groups_per_row: tl.int32,
+    first_row_head: tl.int32,
+    num_row_heads: tl.int32,
+    seed: tl.int64,
+    counter2: tl.int32,
+    counter3: tl.int32,
+    ARRIVALS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    NUM_HEADS_PER_GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    BLOCK_HEAD: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    KEEP_SCALE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+) -> None:
+    """Compute dk and dv of one block of keys of some query heads of a group per program, and add its share to their dq.
+
+    A group's query heads are divided into NUM_SLOTS parts, each with a copy of dk and dv; a part is a column of items,
+    an item for each block of keys. dq, float32 [B, num_heads, num_queries, HEAD], is 0 before and without the scale
+    after. p_counters are 0 before: the claims, one for nobody, then of [B, num_heads, num_tiles] a counter each.
+    """
+    i_block, i_column = _place(claim(p_counters), num_blocks, num_columns, columns_at_a_time)
+    num_groups = num_heads // NUM_HEADS_PER_GROUP
+    i_slot = (i_column % NUM_SLOTS).to(tl.int64)
+    i_group = (i_column // NUM_SLOTS % num_groups).to(tl.int64)
+    i_batch = (i_column // NUM_SLOTS // num_groups).to(tl.int64)
+    i_block, first_key, key_length, first_query, query_length, i_document = document_of(
+        i_block, p_key_starts, p_query_starts, num_documents, key_length, query_length, BLOCK_KEYS
+    )
+    i_key = i_block * BLOCK_KEYS
+    if i_key >= key_length:
+        return
+    o_key = i_key + tl.arange(0, BLOCK_KEYS)
+    o_head = tl.arange(0, BLOCK_HEAD)
+    p_k += i_batch * stride_k_batch + first_key * stride_k + i_group * stride_k_head
+    p_v += i_batch * stride_v_batch + first_key * stride_v + i_group * stride_v_head
+    # [BLOCK_KEYS, BLOCK_HEAD]
+    b_k = load_rows(p_k, i_key, key_length, stride_k, HEAD, BLOCK_HEAD, BLOCK_KEYS)
+    # [BLOCK_KEYS, BLOCK_HEAD]
+    b_v = load_rows(p_v, i_key, key_length, stride_v, HEAD, BLOCK_HEAD, BLOCK_KEYS)
+    b_dk = tl.zeros([BLOCK_KEYS, BLOCK_HEAD], tl.float32)
+    b_dv = tl.zeros([BLOCK_KEYS, BLOCK_HEAD], tl.float32)
+    begin, full_begin, full_end, end = query_range(
+        i_key, query_length, key_length, window, CAUSAL, WINDOWED, BLOCK_QUERIES, BLOCK_KEYS
+    )
+    num_seeing = tl.cdiv(end - begin, BLOCK_QUERIES)
+    first_tile = first_query // BLOCK_QUERIES + i_document
+    # Nobody's counter, then that of the tile before.
+    p_passed = p_counters + 1
+    NUM_HEADS_PER_SLOT: tl.constexpr = NUM_HEADS_PER_GROUP // NUM_SLOTS
+    for i_member in range(0, NUM_HEADS_PER_SLOT):
+        i_head = i_group * NUM_HEADS_PER_GROUP + i_slot * NUM_HEADS_PER_SLOT + i_member
+        o_statistics = (i_batch * num_heads + i_head) * num_queries + first_query
+        first_row = (i_batch * num_row_heads + first_row_head + i_head) * num_queries + first_query
+        p_head_q = p_q + i_batch * stride_q_batch + first_query * stride_q + i_head * stride_q_head
+        p_head_dy = p_dy + i_batch * stride_dy_batch + first_query * stride_dy + i_head * stride_dy_head
+        p_turns = p_counters + 2 + (i_batch * num_heads + i_head) * num_tiles + first_tile
+        # From the last query back: of a causal column all blocks then end at one time, and none waits for long.
+        for i_seeing in tl.range(0, num_seeing):
+            i_query = begin + (num_seeing - 1 - i_seeing) * BLOCK_QUERIES
+            o_query = i_query + tl.arange(0, BLOCK_QUERIES)
+            m_query = o_query < query_length
+            # [BLOCK_QUERIES, BLOCK_HEAD]
+            b_q = load_rows(p_head_q, i_query, query_length, stride_q, HEAD, BLOCK_HEAD, BLOCK_QUERIES)
+            b_s = dot(b_k, tl.trans(b_q), tl.zeros([BLOCK_KEYS, BLOCK_QUERIES], tl.float32)) * scale
+            # [BLOCK_QUERIES]
+            lse = tl.load(p_lse + o_statistics + o_query, mask=m_query, other=0.0) * 1.4426950408889634
+            # A query that sees no key has lse = -inf; its p is masked, but -inf - -inf would be NaN.
+            b_p = tl.exp2(b_s - tl.where(lse == float("-inf"), 0.0, lse)[None, :])
+            if (i_query < full_begin) | (i_query >= full_end):
+                m_see = visible(o_query[None, :], o_key[:, None], query_length, key_length, window, CAUSAL, WINDOWED)
+                b_p = tl.where(m_see, b_p, 0.0)
+            # [BLOCK_QUERIES, BLOCK_HEAD]
+            b_dy = load_rows(p_head_dy, i_query, query_length, stride_dy, HEAD, BLOCK_HEAD, BLOCK_QUERIES)
+            b_dp = dot(b_v, tl.trans(b_dy), tl.zeros([BLOCK_KEYS, BLOCK_QUERIES], tl.float32))
+            if THRESHOLD > 0:
+                row = first_row + o_query
+                m_keep = tl.trans(kept(row, i_key, groups_per_row, seed, counter2, counter3, THRESHOLD, BLOCK_KEYS))
+                b_dv = dot(tl.where(m_keep, b_p * KEEP_SCALE, 0.0).to(b_dy.dtype), b_dy, b_dv)
+                b_dp = tl.where(m_keep, b_dp * KEEP_SCALE, 0.0)
+            else:
+                b_dv = dot(b_p.to(b_dy.dtype), b_dy, b_dv)
+            # [BLOCK_QUERIES]
+            delta = tl.load(p_delta + o_statistics + o_query, mask=m_query, other=0.0)
+            b_ds = (b_p * (b_dp - delta[None, :])).to(b_q.dtype)
+            b_dk = dot(b_ds, b_q, b_dk)
+            b_dq = dot(tl.trans(b_ds), b_k, tl.zeros([BLOCK_QUERIES, BLOCK_HEAD], tl.float32))
+            turn = i_block
+            if WINDOWED:
+                # Earlier blocks, whose last key none of the tile's queries sees, do not come.
+                turn -= tl.maximum(i_query + (key_length - query_length) - window + 1, 0) // BLOCK_KEYS
+            if num_queries > 0:
+                # Passed on only now, what was added to the tile before has arrived, and nobody waits for that.
+                pass_turn(p_passed, ARRIVALS)
+                await_turn(p_turns + i_query // BLOCK_QUERIES, turn, ARRIVALS)
+                o_dq = (o_statistics + o_query)[:, None] * HEAD + o_head[None, :]
+                m_dq = m_query[:, None] & (o_head < HEAD)[None, :]
+                tl.atomic_add(p_dq + o_dq, b_dq, mask=m_dq, sem="relaxed", scope="gpu")
+            p_passed = p_turns + i_query // BLOCK_QUERIES
+    pass_turn(p_passed, ARRIVALS)
+    m_inside = (o_key < key_length)[:, None] & (o_head < HEAD)[None, :]
+    p_dk += i_slot * stride_d_slot + i_batch * stride_dk_batch + first_key * stride_dk + i_group * stride_dk_head
+    b_dk *= scale * 0.6931471805599453
+    tl.store(p_dk + o_key[:, None] * stride_dk + o_head[None, :], b_dk.to(p_dk.dtype.element_ty), mask=m_inside)
+    p_dv += i_slot * stride_d_slot + i_batch * stride_dv_batch + first_key * stride_dv + i_group * stride_dv_head
+    tl.store(p_dv + o_key[:, None] * stride_dv + o_head[None, :], b_dv.to(p_dv.dtype.element_ty), mask=m_inside)
