@@ -95,7 +95,7 @@ def _tiles(model: str, kinds: Sequence[str], seconds: float, out: Path) -> Case:
 
 
 def _attention(out: Path) -> list[Case]:
-    """Attention at a micro-batch's number of sequences, and configurations of its gradient's two kernels."""
+    """Attention at a micro-batch's number of sequences, and configurations of our two kernels."""
     sizes = {"llama_1b": (2048,), "llama3_8b": (4096, 8192)}
 
     def against(model: str, seconds: float) -> Case:
@@ -109,7 +109,7 @@ def _attention(out: Path) -> list[Case]:
 
     def configs(model: str, seq: int) -> Case:
         how: dict[str, Any] = {"model": model, "seq": seq, "batch": _BATCH}
-        return _case(f"gradient_configs/{model}", 20, "kernels.gradient_configs:measure", **how)
+        return _case(f"attention_configs/{model}", 20, "kernels.attention_configs:measure", **how)
 
     return [
         choice("llama_1b", 10),

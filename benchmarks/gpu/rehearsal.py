@@ -100,7 +100,7 @@ def small_cases(work: Path) -> list[Case]:
             operators=("kernels.operators:measure", {"ops": ["rope"], **sizes}),
             batches=("kernels.operators:measure", {"ops": ["attention"], "cases": ["attention"], "batch": 2, **sizes}),
             tiles=("kernels.tiles:tune", tiles),
-            configs=("kernels.gradient_configs:measure", {"seq": 20, "batch": 2, **tiny}),
+            configs=("kernels.attention_configs:measure", {"seq": 20, "batch": 2, **tiny}),
             blocks=("kernels.blocks:measure", {"tokens": 9, **tiny}),
             publish=("kernels.fused:publish", {"tokens": [3], "hidden": 8, "rounds": 1}),
             own_bars=("kernels.fused:own_bars", bars),

@@ -21,7 +21,7 @@ import triton
 from tpkernels.launch import Target, observed
 from tpkernels.ops.matmul.kernel import launch_matmul
 
-from benchmarks.gpu.cases.kernels.gradient_configs import launch_candidates
+from benchmarks.gpu.cases.kernels.attention_configs import launch_candidates
 from benchmarks.gpu.cases.kernels.tiles import CANDIDATES
 from benchmarks.harness.shapes import MODELS, WHOLE_MODELS
 from benchmarks.launches.compile import TARGETS, describe, pretend
@@ -30,7 +30,7 @@ from benchmarks.launches.operators import LAUNCHES, Sizes
 # Attention takes the compiler longest; a step launches the others at once. Then comes what is tried beside the tables'
 # configurations, and fused operators last.
 _FIRST = ("attention", "norm", "matmul", "activation", "rope", "cross_entropy", "adamw", "embedding")
-_TRIED = ("tiles", "gradient_configs")
+_TRIED = ("tiles", "attention_configs")
 _WORLDS = (2, 4, 8)
 _MODELS = [model for model in (*WHOLE_MODELS, *MODELS) if model.name in ("llama_1b", "llama3_8b", "llama3_70b")]
 
@@ -58,7 +58,7 @@ def _tiles(sizes: Sizes) -> None:
         launch_matmul(x, weight.T, config=config)
 
 
-def _gradient_configs(sizes: Sizes) -> None:
+def _attention_configs(sizes: Sizes) -> None:
     for model in sizes.models:
         launch_candidates(model)
 
@@ -66,7 +66,7 @@ def _gradient_configs(sizes: Sizes) -> None:
 _LAUNCHES: Mapping[str, Callable[[Sizes], None]] = {
     **LAUNCHES,
     "tiles": _tiles,
-    "gradient_configs": _gradient_configs,
+    "attention_configs": _attention_configs,
 }
 
 
