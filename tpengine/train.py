@@ -160,8 +160,10 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
 
         # Left to itself it takes no more than it believes to be whole cores.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    from tpengine.training.run.attention_taken import attention_taken
     from tpengine.training.run.memory_limit import fitting_residency
 
+    attention_taken(config, device)  # or say why it cannot be torch's
     residency = fitting_residency(config, launch, device)
     if launch.rank == 0:
         check_program(config.train.after_checkpoint)

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+# What decides the next work: its cases are taken in the order in which they are declared, before all others.
+FIRST_PHASE = "a"
 PHASES: Mapping[str, str] = {
-    "a": "smoke: every kernel family once against its reference",
-    "b": "training steps of llama_1b, and what the planner says of them",
-    "c": "the tests that need a GPU, and architectures against transformers",
+    FIRST_PHASE: "what decides the next work: steps, the host, products, attention, graphs, tests of what may be taken",
+    "b": "other steps of llama_1b, and what the planner says of them",
+    "c": "other tests that need a GPU, and architectures against transformers",
     "d": "matmul tiles tuned, against cuBLAS",
     "e": "attention against SDPA's backends",
-    "f": "fused operators by co-located ranks",
+    "f": "what ranks that share the GPU exchange",
     "g": "operators of a block against torch, torch.compile, Liger",
     "h": "the price of exact mode and of ZeRO",
     "i": "rows for the planner",
@@ -30,7 +32,7 @@ class Case:
     Attributes:
         name: unique; what a second start recognises.
         phase: a key of PHASES; cases run in this order.
-        worth: how much its answer is worth, in any unit; what is chosen is worth the most per second.
+        worth: how much its answer is worth, in any unit; behind the first phase the worthiest per second are chosen.
         seconds: how long it is expected to take.
         function: "module:name" of a function of the rows' file and the arguments, which returns an exit code or None.
         arguments: JSON values by name.
@@ -63,10 +65,13 @@ class Case:
 def chosen(cases: Sequence[Case], seconds_left: float) -> list[Case]:
     """Return the cases for the time that is left, in the order of their phases.
 
-    The worthiest per second are taken first, each if it still fits; a lesser one may fill what remains.
+    Those of the first phase are taken in their order, each if it still fits: what is dropped is dropped from the end.
+    Then come the worthiest per second; a lesser one may fill what remains.
     """
+    first = [case for case in cases if case.phase == FIRST_PHASE]
+    others = [case for case in cases if case.phase != FIRST_PHASE]
     found = []
-    for case in sorted(cases, key=lambda case: -case.worth / case.seconds):
+    for case in (*first, *sorted(others, key=lambda case: -case.worth / case.seconds)):
         if case.seconds <= seconds_left:
             found.append(case)
             seconds_left -= case.seconds

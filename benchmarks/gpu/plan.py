@@ -1,9 +1,9 @@
 """What a GPU is asked, as plain data: every case, what it is worth, and how long it should take. No torch.
 
-Worth is on one scale: 100 is what everything else rests on, 10 answers a question that decides work, 1 is nice to know.
-Seconds are what an H200 took and a third more; for cases that it has not run they are guesses. A case may take three
-times as long before it is ended. So what decides most runs first: cases of earlier phases can only take time from those
-of later ones.
+First comes what decides (decisive.py), in its order. What is here runs behind it while minutes are left, the worthiest
+per second first. Worth is on one scale: 100 is what everything else rests on, 10 answers a question that decides work,
+1 is nice to know. Seconds are what an H200 took and a third more; for cases that it has not run they are guesses. A
+case may take three times as long before it is ended.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.decisive import CASES, TESTS, TRAINING, decisive
 from benchmarks.gpu.declared import OVERLAPS, Case
 
-_CASES = "benchmarks.gpu.cases"
-# What every test imports, and what the trainer does; neither needs what the command line does.
-_TESTS = ("pytest", "hypothesis", "xdist")
-_TRAINING = ("numpy",)
 # What transformers reads weights with, and its models need.
 _THEIRS = ("transformers", "safetensors", "numpy")
 _NO_RIVALS = ["torch"]
@@ -38,8 +35,7 @@ def cases_for(out: Path, models: Sequence[Path] = ()) -> list[Case]:
         models: directories of Hugging Face weights that are compared with transformers, beside the tiny models.
     """
     return [
-        *_smoke(),
-        *_training(),
+        *decisive(out),
         *_predictions(out),
         *_tests(),
         *_architectures(models),
@@ -53,7 +49,7 @@ def cases_for(out: Path, models: Sequence[Path] = ()) -> list[Case]:
 
 
 def _operators_case(name: str, phase: str, worth: float, seconds: float, **arguments: Any) -> Case:
-    return Case(name, phase, worth, seconds, f"{_CASES}.kernels.operators:measure", arguments)
+    return Case(name, phase, worth, seconds, f"{CASES}.kernels.operators:measure", arguments)
 
 
 def compiling(capability: str) -> Case:
@@ -63,89 +59,54 @@ def compiling(capability: str) -> Case:
         capability: of the GPU: "9.0" is sm_90.
     """
     arguments = {"target": f"sm_{capability.replace('.', '')}", "processes": max(1, (os.cpu_count() or 1) // 2)}
-    return Case("compile_ahead", "a", 1, 300, f"{_CASES}.kernels.ahead:compile_ahead", arguments)
+    return Case("compile_ahead", "a", 1, 300, f"{CASES}.kernels.ahead:compile_ahead", arguments)
 
 
-def _smoke() -> list[Case]:
-    """What several processes need to exchange at all, then every family of kernels once, small, in one process."""
-    fused = {"model": "llama3_8b", "tokens": [512], "ranks": 2, "rounds": 1}
-    families = {
-        "rms_norm": "norm",
-        "swiglu": "activation",
-        "rope": "rope",
-        "dropout": "dropout",
-        "embedding": "embedding",
-        "adamw": "adamw",
-        "matmul_qkv": "matmul",
-        "wgrad_accumulated": "matmul",
-        "attention": "attention",
-        "attention_qkv": "attention",
-        "cross_entropy": "cross_entropy",
-        "linear_cross_entropy": "linear_cross_entropy",
-    }
-    small = {"families": families, "model": "llama3_8b", "seq": 512}
-    return [
-        Case("smoke/open_arena", "a", 300, 15, f"{_CASES}.kernels.protocol:open_arena", {"ranks": 2}),
-        Case("smoke/fused", "a", 400, 25, f"{_CASES}.kernels.fused:overlap", fused),
-        Case("smoke/families", "a", 400, 30, f"{_CASES}.kernels.operators:smoke", small),
-    ]
-
-
-def _training_case(name: str, phase: str, worth: float, seconds: float, **arguments: Any) -> Case:
-    function, exact = f"{_CASES}.training:{name}", {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+def _training_case(name: str, worth: float, seconds: float, **arguments: Any) -> Case:
+    function, exact = f"{CASES}.training:{name}", {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     environment = exact if name == "exact_price" else {}
     more = {"preset": "llama_1b", **arguments}
-    return Case(f"train/{name}", phase, worth, seconds, function, more, _TRAINING, environment)
-
-
-def _training() -> list[Case]:
-    return [
-        _training_case("own_step", "b", 600, 38, steps=8),
-        _training_case("against_torch", "b", 900, 58, steps=8),
-        _training_case("host_time", "b", 90, 15, steps=10, depths=[1, 3]),
-    ]
+    return Case(f"train/{name}", "h", worth, seconds, function, more, TRAINING, environment)
 
 
 def _predictions(out: Path) -> list[Case]:
     """The planner's file of this GPU, and by it the layouts of one rank: predicted, then measured."""
-    where, steps = f"{_CASES}.predictions", {"out": str(out), "preset": "llama_1b", "seq_len": 2048, "minutes": 2.0}
+    where, steps = f"{CASES}.predictions", {"out": str(out), "preset": "llama_1b", "seq_len": 2048, "minutes": 2.0}
     return [
         # It compiles what other cases compile ahead.
-        Case("planner/machine", "b", 400, 70, f"{where}:machine", {}, _TRAINING, limit_seconds=300),
-        Case("planner/layouts", "b", 900, 150, f"{where}:layouts", steps, _TRAINING),
+        Case("planner/machine", "b", 400, 70, f"{where}:machine", {}, TRAINING, limit_seconds=300),
+        Case("planner/layouts", "b", 900, 150, f"{where}:layouts", steps, TRAINING),
     ]
 
 
 def _tests() -> list[Case]:
-    """The tests that skip without a GPU, the fused ones first."""
+    """The other tests that skip without a GPU, the fused ones first."""
 
     def tests(name: str, worth: float, seconds: float, chosen: str, *paths: str, **more: Any) -> Case:
         arguments = {"paths": paths, "chosen": chosen}
-        needs = (*_TESTS, *more.pop("needs", ()))
-        return Case(f"tests/{name}", "c", worth, seconds, f"{_CASES}.tests:run", arguments, needs, **more)
+        needs = (*TESTS, *more.pop("needs", ()))
+        return Case(f"tests/{name}", "c", worth, seconds, f"{CASES}.tests:run", arguments, needs, **more)
 
-    fused, ops = "tests/kernels/fused", "tests/kernels/ops"
-    rows = [f"{ops}/test_{name}.py" for name in ("norm", "adamw", "rope", "activation", "embedding", "dropout")]
-    protocol = f"{_CASES}.kernels.protocol"
+    fused = "tests/kernels/fused"
+    protocol = f"{CASES}.kernels.protocol"
     return [
+        # At the sizes of a model, between ranks of one process.
+        tests("pairs", 300, 60, "test_cuda", "tests/benchmarks/overlap/test_co_located.py"),
         # Ranks in processes of their own take the GPU in turns, 30 s a test: so a few that use everything, not all 45.
         tests("fused", 450, 100, _SOME_FUSED, f"{fused}/test_cuda.py"),
         tests("fused_calls", 350, 100, _SOME_CALLS, f"{fused}/test_cuda_calls.py"),
-        tests("layouts", 350, 120, "test_cuda", "tests/tpengine/training/layouts/test_cuda.py", needs=_TRAINING),
-        tests("matmul", 200, 60, "[gpu or tuned_tile", f"{ops}/test_matmul.py", f"{ops}/test_tuned.py"),
-        tests("attention", 200, 60, "[gpu", f"{ops}/attention"),
-        tests("rows", 200, 80, "[gpu", *rows, f"{ops}/cross_entropy"),
+        tests("layouts", 350, 120, "test_cuda", "tests/tpengine/training/layouts/test_cuda.py", needs=TRAINING),
         # One of its tests is that ranks do not share a GPU unless they are told to.
         tests("memory", 30, 60, "cuda", "tests/kernels/symmetric/test_cuda_memory.py", environment={OVERLAPS: "0"}),
-        tests("block", 90, 30, "[gpu", f"{fused}/test_block.py", needs=_TRAINING),
-        Case("pulls", "c", 40, 45, f"{_CASES}.kernels.fused:pulls", {"ranks": 4, "calls": 100_000, "seconds": 30.0}),
+        tests("block", 90, 30, "[gpu", f"{fused}/test_block.py", needs=TRAINING),
+        Case("pulls", "c", 40, 45, f"{CASES}.kernels.fused:pulls", {"ranks": 4, "calls": 100_000, "seconds": 30.0}),
         Case("pulls/late_processes", "c", 20, 60, f"{protocol}:pulls", {"ranks": 2, "calls": 1000, "late": True}),
     ]
 
 
 def _architectures(models: Sequence[Path]) -> list[Case]:
     """Tiny models of every architecture, and those that were published: logits as transformers'."""
-    where, names = f"{_CASES}.architectures", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma3"]
+    where, names = f"{CASES}.architectures", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma3"]
     published = [
         Case(f"models/{name}", "c", 60, 60, f"{where}:directory", {"name": name, "path": str(path)}, _THEIRS)
         for name, path in _by_name(models).items()
@@ -172,17 +133,13 @@ def published_models(cache: Path) -> list[Path]:
 def _matmul(out: Path) -> list[Case]:
     def tiles(model: str, tokens: int, worth: float, seconds: float = 20, **which: Any) -> Case:
         arguments = {"model": model, "tokens": [tokens], "copy": str(out), **which}
-        return Case(f"tiles/{model}/{tokens}", "d", worth, seconds, f"{_CASES}.kernels.tiles:tune", arguments)
+        return Case(f"tiles/{model}/{tokens}", "d", worth, seconds, f"{CASES}.kernels.tiles:tune", arguments)
 
     def against(model: str, worth: float) -> Case:
         sizes = {"models": [model], "seqs": [4096, 8192], "rivals": _NO_RIVALS}
         return _operators_case(f"matmul/{model}", "d", worth, 18, ops=["matmul"], **sizes)
 
-    gates = {"model": "llama_1b", "tokens": [8192], "kinds": ["silu", "gelu_tanh"], "copy": str(out)}
     return [
-        # All that training on one GPU launches of the matmul; its forward and dgrad are torch's.
-        tiles("llama_1b", 8192, 40, 20, kinds=["wgrad"]),
-        Case("gates/llama_1b", "d", 40, 15, f"{_CASES}.kernels.between:gates", gates),
         tiles("llama3_8b", 4096, 40),
         tiles("llama3_8b", 8192, 40),
         tiles("llama3_70b", 4096, 45, 40),
@@ -197,8 +154,8 @@ def _attention(out: Path) -> list[Case]:
 
     def choice(model: str, seqs: Sequence[int], worth: float, seconds: float) -> Case:
         arguments = {"model": model, "seqs": list(seqs), "copy": str(out)}
-        where = f"{_CASES}.kernels.attention:choose"
-        return Case(f"attention_choice/{model}", "e", worth, seconds, where, arguments, _TRAINING)
+        where = f"{CASES}.kernels.attention:choose"
+        return Case(f"attention_choice/{model}", "e", worth, seconds, where, arguments, TRAINING)
 
     def attention(model: str, seqs: Sequence[int], worth: float, seconds: float) -> Case:
         how: dict[str, Any] = {"ops": ["attention"], "cases": _ATTENTION, "rivals": _SDPA, "rounds": 10}
@@ -206,8 +163,6 @@ def _attention(out: Path) -> list[Case]:
 
     compiled: dict[str, Any] = {"ops": ["attention"], "cases": ["attention_window"], "rivals": ["flex_attention"]}
     return [
-        choice("llama_1b", (2048,), 60, 15),
-        choice("llama3_8b", (4096, 8192), 50, 15),
         choice("llama3_70b", (4096, 8192), 30, 15),
         attention("llama3_8b", (4096, 8192), 50, 18),
         attention("llama3_70b", (4096, 8192), 60, 25),
@@ -217,12 +172,11 @@ def _attention(out: Path) -> list[Case]:
 
 
 def _fused() -> list[Case]:
-    fused = f"{_CASES}.kernels.fused"
+    """What exchanges are made of, and the host's time of a fused call. No figure here says what fusing brings.
 
-    def overlap(model: str, ranks: int, tokens: Sequence[int], worth: float, seconds: float) -> Case:
-        arguments = {"model": model, "tokens": tokens, "ranks": ranks}
-        return Case(f"fused/{model}/ranks_{ranks}", "f", worth, seconds, f"{fused}:overlap", arguments)
-
+    Ranks that share a GPU have no link to hide, copy by the processors that multiply, and have a part of those each.
+    """
+    fused = f"{CASES}.kernels.fused"
     sizes = {"model": "llama3_8b", "tokens": 4096, "ranks": 4}
     # Tiles of 8 warps and of 4; K of a rank's out and down projections, and twice that.
     bars = {
@@ -232,10 +186,7 @@ def _fused() -> list[Case]:
         "tiles": [[128, 256, 64, 4, 8, 3], [128, 128, 64, 8, 4, 3]],
     }
     return [
-        overlap("llama3_8b", 4, (4096, 16384, 512), 150, 70),
-        overlap("llama3_8b", 8, (4096, 16384, 512), 130, 80),
-        overlap("llama3_8b", 2, (4096, 16384, 512), 75, 50),
-        overlap("llama3_70b", 4, (4096,), 10, 45),
+        Case("protocol/open_arena", "f", 90, 15, f"{CASES}.kernels.protocol:open_arena", {"ranks": 2}),
         Case("host/fused", "f", 40, 12, f"{fused}:host", sizes),
         Case("host/graph", "f", 15, 10, f"{fused}:host", {**sizes, "graph": True}),
         Case("host/alone", "f", 15, 10, f"{fused}:host_alone"),
@@ -252,22 +203,21 @@ def _operators() -> list[Case]:
         "ends": (["cross_entropy", "linear_cross_entropy", "adamw"], 100, 40),
         "others": (["embedding", "dropout"], 8, 20),
     }
-    norm = {"model": "llama_1b", "tokens": 8192}
     return [
         _operators_case(f"operators/{name}", "g", worth, seconds, ops=ops, models=["llama3_8b"], seqs=[4096], rounds=10)
         for name, (ops, worth, seconds) in groups.items()
-    ] + [Case("norm_backward/llama_1b", "g", 110, 15, f"{_CASES}.kernels.between:norm_backward", norm)]
+    ]
 
 
 def _prices() -> list[Case]:
     return [
-        _training_case("exact_price", "h", 80, 20, steps=4, layers=4),
-        _training_case("zero_stages", "h", 40, 120, ranks=2, steps=3, layers=1),
+        _training_case("exact_price", 80, 20, steps=4, layers=4),
+        _training_case("zero_stages", 40, 120, ranks=2, steps=3, layers=1),
     ]
 
 
 def _planner() -> list[Case]:
-    planner = f"{_CASES}.planner"
+    planner = f"{CASES}.planner"
     links = {"sizes_bytes": [1 << n for n in range(14, 27, 3)], "ranks": [2, 4, 8]}
     return [
         Case("planner/links", "i", 45, 15, f"{planner}:links", links),

@@ -11,15 +11,17 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.gpu.declared import Case
+from benchmarks.gpu.folder import REPORT, opened
 from benchmarks.gpu.process.run_cases import run_cases, say
 from benchmarks.gpu.tables.report import print_report
-from benchmarks.gpu.tables.rows import HOW, HUNG, ROWS, RUN_CASE, STARTED, outcomes
+from benchmarks.gpu.tables.rows import HOW, HUNG, ROWS, RUN_CASE, STARTED, Where, outcomes
 from benchmarks.harness.journal import read
+from benchmarks.harness.revision import source_here
 
 _FAULTS = "benchmarks.gpu.cases.faults"
 _HANG_SECONDS = 3.0
@@ -35,7 +37,7 @@ def faults(out: Path) -> list[Case]:
 
     def case(name: str, limit_seconds: float = _LONGEST_SECONDS, **arguments: object) -> Case:
         function = f"{_FAULTS}:{name}"
-        return Case(f"rehearsal/{name}", "a", 100.0, 1.0, function, arguments, limit_seconds=limit_seconds)
+        return Case(f"rehearsal/{name}", "a", 0.0, 1.0, function, arguments, limit_seconds=limit_seconds)
 
     return [
         case("passes"),
@@ -44,7 +46,7 @@ def faults(out: Path) -> list[Case]:
         case("hangs", limit_seconds=_HANG_SECONDS),
         case("is_wrong"),
         case("is_cut", marker=str(out.absolute() / "was_cut")),
-        Case("rehearsal/needs", "a", 1.0, 1.0, f"{_FAULTS}:passes", needs=("a_module_that_nobody_has",)),
+        Case("rehearsal/needs", "a", 0.0, 1.0, f"{_FAULTS}:passes", needs=("a_module_that_nobody_has",)),
         Case("rehearsal/no_time", "i", 1e-9, 1e9, f"{_FAULTS}:passes"),
     ]
 
@@ -63,56 +65,85 @@ EXPECTED = {
 _SAID = ("illegal memory access", "SIGSEGV", "limit of 3 s", "off by 1", "a_module_that_nobody_has")
 
 
-def small_cases(out: Path) -> list[Case]:
-    """Return the cases of a GPU that a CPU can run, at tiny sizes."""
-    folder = str(out.absolute())
+def small_cases(work: Path) -> list[Case]:
+    """Return the cases of a GPU that a CPU can run, at tiny sizes; those that can share a process do.
+
+    Args:
+        work: the folder for files besides rows.
+    """
+    folder = str(work.absolute())
 
     def case(name: str, function: str, interpreted: bool, **arguments: object) -> Case:
         environment = _INTERPRETED if interpreted else _ON_HOST
         where = f"benchmarks.gpu.cases.{function}"
         return Case(
-            f"small/{name}", "a", 10.0, 5.0, where, arguments, environment=environment, limit_seconds=_LONGEST_SECONDS
+            f"small/{name}", "b", 10.0, 5.0, where, arguments, environment=environment, limit_seconds=_LONGEST_SECONDS
         )
 
+    def several(name: str, interpreted: bool, **calls: tuple[str, dict[str, object]]) -> Case:
+        return case(name, "faults:several", interpreted, calls=list(calls.values()))
+
+    tiny: dict[str, object] = {"model": "rehearsed", "rounds": 1}
     sizes: dict[str, object] = {"seqs": [24], "rounds": 1, "rivals": ["torch"], "models": ["rehearsed"]}
     sizes["direction"] = ["forward"]
     bars: dict[str, object] = {"depths": [16], "tokens": 6, "hidden": 24, "ranks": 2, "rounds": 1}
     bars["tiles"] = [[16, 16, 16, 2, 4, 1]]
+    tiles: dict[str, object] = {"model": "rehearsed", "tokens": [16], "into": folder, "most": 1, "kinds": ["wgrad"]}
+    of_step: dict[str, object] = {"preset": "tiny", "steps": 1}
     # Of tiny products nothing says how fast the machine is.
     few: dict[str, object] = {"repeats": 1, "most": 1, "still": 1e9}
     return [
         case("compile_for_sm_90", "kernels.operators:compile_for", False, ops=["adamw"]),
-        case("operators", "kernels.operators:measure", True, ops=["rope"], **sizes),
-        case("tiles", "kernels.tiles:tune", True, model="rehearsed", tokens=[16], into=folder, most=1, kinds=["wgrad"]),
-        case("gates", "kernels.between:gates", True, model="rehearsed", tokens=[16], into=folder, rounds=1),
-        case(
-            "norm_backward",
-            "kernels.between:norm_backward",
+        several(
+            "kernels",
             True,
-            model="rehearsed",
-            tokens=9,
-            rounds=1,
-            programs=[256],
+            operators=("kernels.operators:measure", {"ops": ["rope"], **sizes}),
+            batches=("kernels.operators:measure", {"ops": ["attention"], "cases": ["attention"], "batch": 2, **sizes}),
+            tiles=("kernels.tiles:tune", tiles),
+            configs=("kernels.attention_configs:measure", {"seq": 20, "batch": 2, **tiny}),
+            gates=("kernels.between:gates", {"tokens": [16], "into": folder, **tiny}),
+            norms=("kernels.between:norm_backward", {"tokens": 9, "programs": [256], **tiny}),
+            blocks=("kernels.blocks:measure", {"tokens": 9, **tiny}),
+            publish=("kernels.fused:publish", {"tokens": [3], "hidden": 8, "rounds": 1}),
+            own_bars=("kernels.fused:own_bars", bars),
         ),
-        case("attention", "kernels.attention:choose", False, model="rehearsed", seqs=[16], into=folder, rounds=1),
+        several(
+            "on_host",
+            False,
+            attention=("kernels.attention:choose", {"seqs": [16], "batch": 2, "into": folder, **tiny}),
+            block=("block:as_graphs", {"preset": "tiny", "rounds": 1, "calls": 1}),
+        ),
         replace(
             case("architectures", "architectures:tiny", True, architectures=["gpt2"], seq=16, batch=1),
             needs=("transformers", "safetensors"),
         ),
-        case("publish", "kernels.fused:publish", True, tokens=[3], hidden=8, rounds=1),
         case("compile_ahead", "kernels.ahead:compile_ahead", False, target="sm_90", processes=1, ops=["adamw"]),
-        case("own_bars", "kernels.fused:own_bars", True, **bars),
         case("pulls", "kernels.protocol:pulls", True, ranks=2, calls=1, late=False),
-        case("links", "planner:links", True, sizes_bytes=[64], ranks=[1], rounds=1),
-        case("launches", "planner:launches", True, calls=1),
+        several(
+            "planner",
+            True,
+            links=("planner:links", {"sizes_bytes": [64], "ranks": [1], "rounds": 1}),
+            launches=("planner:launches", {"calls": 1}),
+        ),
         case("machine", "predictions:machine", False, passes=1, tiny=True),
         case("layouts", "predictions:layouts", False, out=folder, preset="tiny", seq_len=16, minutes=5.0, **few),
-        case("train", "training:against_torch", False, preset="tiny", steps=1, layers=1, compiles=False),
+        several(
+            "steps",
+            False,
+            own=("training:own_step", {"attention": "ours", "layers": 1, **of_step}),
+            host=("training:host_time", {"depths": [1, 2], "micro_batches": [1, 2], **of_step}),
+            against=("training:against_torch", {"layers": 1, "compiles": False, **of_step}),
+        ),
     ]
 
 
-def rehearse(out: Path, small: Sequence[Case], deadline: float) -> int:
+def rehearse(out: Path, small_cases: Callable[[Path], Sequence[Case]], deadline: float) -> int:
     """Run everything, cut in the middle, and print the tables and what was not as planted; return the exit code.
+
+    Args:
+        out: the directory of the results.
+        small_cases: returns what runs besides the planted cases, from the folder for its files.
+        deadline: of time.monotonic.
 
     Raises:
         ValueError: the directory has the rows of another run.
@@ -122,10 +153,13 @@ def rehearse(out: Path, small: Sequence[Case], deadline: float) -> int:
     planted = faults(out)
     _run_and_cut(planted, out, deadline)
     say("killed, as planted: starting again")
-    run_cases([*planted, *small], out, deadline)
-    report = out / "report.txt"
-    print_report(out / ROWS, report)
-    amiss = differences(out, small, report.read_text())
+    # The archive has what the killed command had packed.
+    with opened(out) as folder:
+        small = small_cases(folder.work)
+        run_cases([*planted, *small], folder, _here(), deadline)
+        report = folder.work / REPORT
+        print_report(folder.rows, report)
+        amiss = differences(out, small, report.read_text())
     for line in amiss:
         say(f"rehearsal: {line}")
     say("rehearsal: every planted fault was noticed, and cost nothing else" if not amiss else "rehearsal: failed")
@@ -151,11 +185,16 @@ def differences(out: Path, small: Sequence[Case], report: str) -> list[str]:
     return amiss + [f"the tables do not say {text!r}" for text in _SAID if text not in words]
 
 
+def _here() -> Where:
+    return Where(None, source_here().commit)
+
+
 def _run_and_cut(cases: Sequence[Case], out: Path, deadline: float) -> None:
     """Run cases in a process that is killed while one of them waits for that; it must end by itself then."""
     pid = os.fork()
     if not pid:
-        run_cases(cases, out, deadline)
+        with opened(out) as folder:
+            run_cases(cases, folder, _here(), deadline)
         os._exit(0)
     while not (out / "was_cut").exists() and time.monotonic() < deadline:
         if os.waitpid(pid, os.WNOHANG)[0]:

@@ -8,18 +8,18 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.harness.gpu_clocks import clocks
 from benchmarks.harness.journal import append
+from benchmarks.harness.revision import source_here
 from benchmarks.harness.timing import PASSED
 from tpengine.distributed.launch import num_cores
 
-_ROOT = Path(__file__).resolve().parents[2]
 _UNITS = (
     "_seconds",
     "_us",
@@ -57,12 +57,12 @@ def make_row(case: str, *, threads_per_rank: int, fields: Mapping[str, Any]) -> 
 
 
 def environment() -> dict[str, Any]:
-    """Return date, versions, machine, and the commit with whether the tree differs from it (except results)."""
-    status = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    """Return date, versions, machine with its clocks now, and the commit with whether the tree differs from it."""
+    source, clock = source_here(), clocks()
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": _git("rev-parse", "--short=12", "HEAD"),
-        "dirty": None if status is None else status != "",
+        "commit": source.commit,
+        "dirty": source.dirty,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
@@ -70,6 +70,8 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": num_cores(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu_clock_mhz": clock.processors_mhz,
+        "gpu_memory_clock_mhz": clock.memory_mhz,
     }
 
 
@@ -101,12 +103,3 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _git(*arguments: str) -> str | None:
-    """Return git's output in the source tree; None without git or a repository."""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()

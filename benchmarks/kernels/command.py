@@ -72,6 +72,8 @@ class Options:
     llama3_8b_whole, llama_1b."""
     seqs: tuple[int, ...] | None = None
     """Tokens per sequence; by default 4096, 8192 and 32768."""
+    batch: int = 1
+    """Sequences of each case, of attention only: what a micro-batch has."""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Dtypes of activations and weights; by default bfloat16, without a GPU float32."""
     direction: tuple[Direction, ...] = DIRECTIONS
@@ -170,7 +172,9 @@ def _shapes(options: Options, device: str) -> list[Shape]:
     dtype = getattr(torch, options.dtype or ("float32" if on_host else "bfloat16"))
     models = options.models or (HOST_MODELS if on_host else tuple(model.name for model in MODELS))
     seqs = options.seqs or (_HOST_SEQUENCES if on_host else SEQUENCES)
-    return [Shape(MODELS_BY_NAME[model], seq, dtype, device) for model in models for seq in seqs]
+    if options.batch > 1 and options.op != ("attention",):
+        raise ValueError(f"--batch is attention's: got {options.batch}: leave it out, or use --op attention")
+    return [Shape(MODELS_BY_NAME[model], seq, dtype, device, options.batch) for model in models for seq in seqs]
 
 
 def _contest(options: Options, stack: ExitStack) -> _Contest:
@@ -247,13 +251,14 @@ def _rows(
                 if direction not in case.directions:
                     continue
                 comparison, peaks = _compared(contest, direction, wrong, options.rounds)
-                fields: dict[str, Any] = {"op": op, "model": shape.model.name, "seq": shape.seq}
+                fields: dict[str, Any] = {"op": op, "model": shape.model.name, "seq": shape.seq, "batch": shape.batch}
                 fields |= {"dtype": str(shape.dtype).removeprefix("torch."), "direction": direction, **case.sizes}
                 fields |= {"against": contest.against, "less_exact": less_exact}
                 fields["left_out"] = {name: text for name, text in wrong.items() if name != contest.ours}
                 fields |= _numbers(case, direction, comparison, contest.ours, ceilings)
                 fields |= _memory(peaks, contest.ours)
-                name = f"kernels/{case.name}/{shape.model.name}/seq_{shape.seq}/{direction}"
+                sizes = f"seq_{shape.seq}" + (f"/batch_{shape.batch}" if shape.batch > 1 else "")
+                name = f"kernels/{case.name}/{shape.model.name}/{sizes}/{direction}"
                 yield make_row(name, threads_per_rank=torch.get_num_threads(), fields=fields)
 
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.run overlap` computes on a GPU, in every way: a feed-forward network's matmuls on one of 8 ranks.
+"""What co-located ranks compute, in every way: a feed-forward network's matmuls on one of 8 ranks.
 
     gate_up[T, 2F] = all_gather(x[T/R, D]) @ w[2F, D].T         all_gather_matmul
     y[T/R, D]      = reduce_scatter(h[T, F] @ v[D, F].T)        matmul_reduce_scatter
@@ -75,13 +75,11 @@ class Case:
     Attributes:
         name: what is computed.
         compute: computes it in a given way; returns the results of all ranks.
-        flops: of all ranks' products.
         is_pushed: whether it gathers rows that a kernel may push.
     """
 
     name: str
     compute: Callable[[Way], list[Tensor]]
-    flops: int
     is_pushed: bool
 
 
@@ -117,14 +115,13 @@ def cases_of(o: Operands) -> list[Case]:
         way.wgrad(o.dw, o.dh, o.x.full)
         return [*dh, *dx, *o.dv, *o.dw]
 
-    second = 2 * o.tokens * o.model.hidden * o.model.ffn * o.ranks.world
-    first, few = 2 * second, o.tokens <= MOST_PUSHED_TOKENS
+    few = o.tokens <= MOST_PUSHED_TOKENS
     return [
-        Case(f"{GATHER}/forward", first_forward, first, few),
-        Case(f"{SCATTER}/forward", second_forward, second, False),
-        Case(f"{GATHER}/dgrad", first_dgrad, first, False),
-        Case(f"{SCATTER}/dgrad", second_dgrad, second, few),
-        Case(f"{GATHER}/backward_regathering", first_backward, 2 * first, False),
-        Case("pair/forward", pair_forward, first + second, few),
-        Case("pair/backward", pair_backward, 2 * (first + second), few),
+        Case(f"{GATHER}/forward", first_forward, few),
+        Case(f"{SCATTER}/forward", second_forward, False),
+        Case(f"{GATHER}/dgrad", first_dgrad, False),
+        Case(f"{SCATTER}/dgrad", second_dgrad, few),
+        Case(f"{GATHER}/backward_regathering", first_backward, False),
+        Case("pair/forward", pair_forward, few),
+        Case("pair/backward", pair_backward, few),
     ]

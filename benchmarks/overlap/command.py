@@ -18,8 +18,8 @@ nothing, negative if it loses. No E is printed if ECT(serial) is not positive. T
 matmuls in a row, as in a training step; its backward has both data gradients and both weight gradients. Weight
 gradients alone need no communication.
 
-On a CPU each rank is a process. On a GPU ranks are co-located, in one process on one GPU (gpu.py; the bars are the
-same, computed in the GPU's ways).
+Ranks are processes on this machine's CPU. What a GPU hides only several GPUs show: ranks that share one are tested, not
+timed (co_located.py).
 
 Sources: ECT and overlap efficiency as Chang et al., "Flux", arXiv 2406.06858, section 5, with the same local shape.
 """
@@ -28,9 +28,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,41 +45,30 @@ from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 
 from benchmarks.harness.rows import make_row, stored
 from benchmarks.harness.timing import PASSED, Comparison, compare
-from benchmarks.overlap.gpu import measure_on_gpu
-from benchmarks.overlap.ranks import prepare_environment
 from benchmarks.overlap.table import overlap_fields, overlap_table
 from tpengine.distributed.local_ranks import THREADS_PER_RANK, run_ranks
 
 _TABLE_COLUMNS = 116
 _PLAIN = ("torch.mm", "host_gemm", "prepared")
 _BARS = ("own", "split", "serial", "fused")
-_TOKENS = (1024,)
-# Options that have no meaning on the other device.
-_OF_HOST, _OF_GPU = ("tp", "hidden", "ffn"), ("virtual_ranks", "models")
 
 
 @dataclass(frozen=True)
 class Options:
-    """x[T/tp, D] -> h[T, F/tp] -> y[T/tp, D], a feed-forward's matmuls; on a GPU Llama-3's, with co-located ranks."""
+    """x[T/tp, D] -> h[T, F/tp] -> y[T/tp, D], a feed-forward's matmuls, by ranks on this machine's CPU."""
 
-    device: Literal["cpu", "cuda"] | None = None
-    """By default a GPU, if there is one and no option for the CPU is given."""
     tp: int = 2
-    """CPU: number of ranks."""
-    tokens: tuple[int, ...] | None = None
-    """T, tokens of all ranks, measured one after another; by default 1024, on a GPU 512, 4096 and 16384."""
+    """Number of ranks."""
+    tokens: tuple[int, ...] = (1024,)
+    """T, tokens of all ranks, measured one after another."""
     hidden: int = 512
-    """CPU: D."""
+    """D."""
     ffn: int = 1408
-    """CPU: F, features of all ranks; divisible by tp."""
-    virtual_ranks: int = 4
-    """GPU: number of co-located ranks, 2 to 8; each uses an equal part of the processors."""
-    models: tuple[str, ...] | None = None
-    """GPU: models whose shapes on one of 8 ranks are used: llama3_8b, llama3_70b, llama3_405b; by default all."""
+    """F, features of all ranks; divisible by tp."""
     rounds: int = 60
     """Samples of each variant."""
     out: Path | None = None
-    """Append one JSON line per case to this file; by default on a GPU benchmarks/results/<GPU>/overlap.jsonl."""
+    """Append one JSON line per case to this file."""
 
 
 Variants = Mapping[str, Callable[[], Sequence[Tensor]]]
@@ -87,17 +76,12 @@ Variants = Mapping[str, Callable[[], Sequence[Tensor]]]
 
 def main(options: Options) -> int:
     """Run all cases; return 1 if a check was red."""
-    # CUDA reads the environment when it starts, and even looking for a GPU starts it.
-    prepare_environment()
-    device = device_of(options)
-    if device == "cuda":
-        return measure_on_gpu(options.models, options.tokens, options.virtual_ranks, options.rounds, options.out)
     if options.ffn % options.tp:
         nearest = max(options.ffn // options.tp, 1) * options.tp
         raise ValueError(f"--ffn must be divisible by tp: got {options.ffn}, tp {options.tp}: use {nearest}")
     console = Console(width=max(Console().width, _TABLE_COLUMNS))
     exit_code = 0
-    for tokens in options.tokens or _TOKENS:
+    for tokens in options.tokens:
         rows = run_ranks(options.tp, "benchmarks.overlap.command:measure", replace(options, tokens=(tokens,)))
         console.print(_table(rows))
         for row in rows:
@@ -107,27 +91,9 @@ def main(options: Options) -> int:
     return exit_code
 
 
-def device_of(options: Options) -> str:
-    """Return the device to measure on.
-
-    Raises:
-        ValueError: the device does not exist, or an option is for the other device.
-    """
-    given = [field.name for field in fields(options) if getattr(options, field.name) != field.default]
-    device = options.device
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() and not set(given) & set(_OF_HOST) else "cpu"
-    here, there, foreign = ("a CPU", "cuda", _OF_GPU) if device == "cpu" else ("a GPU", "cpu", _OF_HOST)
-    for name in given:
-        if name in foreign:
-            flag, value = f"--{name.replace('_', '-')}", getattr(options, name)
-            raise ValueError(f"{flag} means nothing on {here}: got {value}: leave it out, or use --device {there}")
-    return device
-
-
 def measure(options: Options) -> list[dict[str, Any]]:
     """Measure every case of one number of tokens on this rank; collective. Returns the rows, equal on all ranks."""
-    (tokens,) = options.tokens or _TOKENS
+    (tokens,) = options.tokens
     arena_bytes = exchange_bytes(tokens, options.hidden * 4, options.tp)
     fused = Communicator(dist.group.WORLD, arena_bytes=arena_bytes)
     plain = Communicator(dist.group.WORLD)

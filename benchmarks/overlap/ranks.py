@@ -1,4 +1,4 @@
-"""Co-located ranks in one process on one GPU, each with its own streams and memory; and the clock that times them.
+"""Co-located ranks in one process on one GPU, each with its own streams and memory; and the clock of their calls.
 
 Processes on one GPU run in turns (time slices), so they show no overlap. The ranks here are resident together: each
 persistent kernel has as many programs as its rank's part of the processors can hold. What gives wrong numbers, or none:
@@ -11,8 +11,8 @@ persistent kernel has as many programs as its rank's part of the processors can 
 3.  Streams share hardware queues, 8 by default, and what waits in a queue blocks what another stream has put behind it.
     `prepare_environment` asks for 32; each rank has two streams.
 4.  Memory that is allocated while programs wait. `load` makes the same allocations on the same streams before.
-5.  Copies within a GPU run at its memory's speed, not at a link's, and the driver may use processors for them instead
-    of a copy engine. So what is measured is which rank waits for which, never the links.
+5.  Copies within a GPU run at its memory's speed, not at a link's, and on its processors instead of a copy engine. So
+    no time of theirs says what a link hides: calls of co-located ranks are checked, and only their parts are timed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from tpkernels.launch import num_processors, observed, run, target_of
 from tpkernels.ops.matmul.configs import config_of
 from tpkernels.ops.matmul.kernel import launch_matmul
 from tpkernels.symmetric.cuda_memory import VirtualMemory, host_record
-
-FEWEST_RANKS, MOST_RANKS = 2, 8
 
 _FLUSH_BYTES = 256 << 20
 # 60 ms on an H200.
@@ -96,13 +94,6 @@ class VirtualRanks:
             with torch.cuda.stream(self.streams[rank]) if self.streams else contextlib.nullcontext():
                 results.append(call(rank))
         return results
-
-    def meet(self) -> None:
-        """Make what any rank launches from now on run after everything that has been launched."""
-        reached = [stream.record_event() for stream in self.streams]
-        for stream in self.streams:
-            for event in reached:
-                stream.wait_event(event)
 
     def settle(self) -> None:
         """Wait for the device."""

@@ -1,4 +1,4 @@
-"""Numbers and table of `benchmarks.run overlap`, for both devices; command.py defines ECT, E and the ceiling.
+"""Numbers and table of `benchmarks.run overlap`; command.py defines ECT, E and the ceiling.
 
 If several variants are possible for a bar, the one with the smallest median is the bar, and a field names it.
 """
@@ -14,8 +14,8 @@ from rich.table import Table
 from benchmarks.harness.timing import PASSED, Comparison, spread_fields
 
 MATMUL, SERIAL = "matmul", "serial"
-# Bars for which an ECT is reported; `push` exists on GPUs only.
-_WITH_ECT = ("own", SERIAL, "fused", "push")
+# Bars for which an ECT is reported.
+_WITH_ECT = ("own", SERIAL, "fused")
 _TORCH = "torch.mm"
 
 
@@ -43,15 +43,13 @@ def overlap_fields(comparison: Comparison, bars: Mapping[str, Sequence[str]]) ->
     ect = {bar: medians[fastest[bar]] - medians[fastest[MATMUL]] for bar in _WITH_ECT if bar in fastest}
     fields |= {f"ect_{bar}_seconds": value for bar, value in ect.items()}
     if ect[SERIAL] > 0:
-        for bar, what in (("fused", "efficiency"), ("own", "ceiling"), ("push", "push_efficiency")):
-            if bar in ect:
-                fields[f"overlap_{what}_ratio"] = 1 - ect[bar] / ect[SERIAL]
+        for bar, what in (("fused", "efficiency"), ("own", "ceiling")):
+            fields[f"overlap_{what}_ratio"] = 1 - ect[bar] / ect[SERIAL]
     return fields
 
 
 def overlap_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table of rows, one line each; a red check shows that and no number. `push` has columns if present."""
-    pushed = any("push_median_seconds" in row for row in rows)
+    """Return the table of rows, one line each; a red check shows that and no number."""
     table = Table(
         box=box.SIMPLE,
         title=title,
@@ -59,11 +57,10 @@ def overlap_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
             "matmul: the fastest plain one; own: as fused does it, all operands present; serial: beside a collective\n"
             "/ matmul, / torch.mm: fused over the fastest plain matmul, and over torch.mm\n"
             "E: hidden part of serial's communication (1 all, 0 none, below 0 a loss); ceiling: E of own"
-            + ("; E push: of push" if pushed else "")
         ),
     )
-    bars = (MATMUL, "own", SERIAL, "fused", *(["push"] if pushed else []))
-    shares = {"E": "efficiency", "ceiling": "ceiling"} | ({"E push": "push_efficiency"} if pushed else {})
+    bars = (MATMUL, "own", SERIAL, "fused")
+    shares = {"E": "efficiency", "ceiling": "ceiling"}
     for name in ("case", *bars, "/ matmul", "/ torch.mm", *shares):
         table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
     for row in rows:

@@ -1,17 +1,13 @@
-"""The bars of `benchmarks.run overlap` on a GPU: how co-located ranks compute products with gathers and scatters.
+"""The ways in which co-located ranks compute products with gathers and scatters, for co_located.py.
 
-    torch.mm         all operands present, nothing sent: torch.mm on all ranks' streams at the same time; the GPU
-                     divides its processors
-    kernel           the same with our matmul kernel, with as many programs as a rank's part of the processors holds
+    kernel           all operands present, nothing sent: our matmul kernel, with as many programs as a rank's part of
+                     the processors holds
     own              the fused kernels, all operands present: the gathering one does not wait; the scattering one stores
                      into the slots, which are neither waited for nor added
-    serial_torch     copies between the ranks' memory, then torch.mm; torch.mm, then copies into slots, then their sum
-    serial_kernel    the same with our matmul kernel
     fused            the operator
     push             the operator, with shards pushed by the kernel; if few tokens are gathered
 
-Serial ways synchronise ranks by events, which costs less than any collective, so E is not flattered. A scattered
-product's own rows go through no slot.
+A scattered product's own rows go through no slot.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ from tpkernels.fused import on_device
 from tpkernels.fused.configs import exchange_config
 from tpkernels.fused.kernels.gather_kernel import launch_gather_matmul
 from tpkernels.fused.kernels.scatter_kernel import launch_matmul_scatter
-from tpkernels.fused.kernels.slots import launch_sum_slots
 from tpkernels.fused.strategy import decide
 from tpkernels.launch import cdiv, target_of
 
@@ -174,65 +169,6 @@ class Own(Way):
             return [slot_of(arena, owner, rank, generation, num_tokens, columns, x.dtype) for owner in owners]
 
         return [block for blocks in self.ranks.each(multiply) for block in blocks]
-
-
-class Serial(Way):
-    """The exchange and the product one after the other.
-
-    Args:
-        product: multiplies two matrices.
-        still: arenas in which no call ever begins: a wait for call 0 finds its flag up.
-    """
-
-    exchanges = True
-
-    def __init__(self, ranks: VirtualRanks, product: Product, still: Sequence[DeviceArena]) -> None:
-        super().__init__(ranks, product)
-        self._still = still
-
-    def gather(self, rows: Rows, matrices: Each, operation: str, keep: bool) -> tuple[list[Tensor], Each | None]:
-        full = self.gathered(rows)
-        return self.ranks.each(lambda rank: self.product(full[rank], matrices[rank])), full
-
-    def scatter(self, lefts: Each, matrices: Each, operation: str) -> list[Tensor]:
-        num_tokens, columns = len(lefts[0]), matrices[0].shape[1]
-        products = self.ranks.each(lambda rank: self.product(lefts[rank], matrices[rank]))
-
-        def send(rank: int) -> None:
-            for i in range(1, self.ranks.world):
-                owner = (rank + i) % self.ranks.world
-                rows = shard_rows(num_tokens, self.ranks.world, owner)
-                dtype = products[rank].dtype
-                slot = slot_of(self._still[rank], owner, rank, 0, num_tokens, columns, dtype)
-                slot.copy_(products[rank][rows], non_blocking=True)
-
-        def add_up(rank: int) -> Tensor:
-            arena, own = self._still[rank], shard_rows(num_tokens, self.ranks.world, rank)
-            y = products[rank].new_empty(own.stop - own.start, columns)
-            launch_sum_slots(y, products[rank][own], None, arena, arena.slot_bytes // y.element_size(), 0)
-            return y
-
-        self.ranks.each(send)
-        self.ranks.meet()
-        return self.ranks.each(add_up)
-
-    def scatter_and_gather(self, lefts: Each, matrices: Each, rows: Rows, operation: str) -> tuple[list[Tensor], Each]:
-        return self.scatter(lefts, matrices, operation), self.gathered(rows)
-
-    def gathered(self, rows: Rows) -> list[Tensor]:
-        """Return all rows on every rank, copied from their shards."""
-        num_tokens, depth = rows.full[0].shape
-
-        def copy(rank: int) -> Tensor:
-            full = rows.shards[rank].new_empty(num_tokens, depth)
-            for i in range(self.ranks.world):
-                peer = (rank + i) % self.ranks.world
-                full[shard_rows(num_tokens, self.ranks.world, peer)].copy_(rows.shards[peer], non_blocking=True)
-            return full
-
-        # As with a collective, no rank begins before every rank's shard is there.
-        self.ranks.meet()
-        return self.ranks.each(copy)
 
 
 class Fused(Way):

@@ -107,6 +107,7 @@ def validate(config: Config, world_size: int) -> Config:
     _check_checkpoints(config.train)
     profiled_steps(config)
     _check_model(config.model)
+    _check_attention(config)
     config = with_batch(replace(config, parallel=resolve_layout(config.parallel, world_size)))
     _check_learning_rate(config)
     _check_layout(config)
@@ -145,6 +146,24 @@ def profiled_steps(config: Config) -> range:
             f"{_MOST_PROFILED_STEPS}: got {text!r}: use {first}:{end}"
         )
     return range(first, end)
+
+
+def _check_attention(config: Config) -> None:
+    """Check what torch's attention, if it is asked for, never computes; what this GPU's does is asked where it runs."""
+    if config.train.attention != "torch":
+        return
+    rate, dtype = config.model.attention_dropout, config.train.dtype
+    refusal = ""
+    if config.train.reduction == "exact":
+        refusal = "with train.reduction exact attention is ours, whose bits repeat"
+    elif rate:
+        refusal = f"it drops probabilities by a mask of its own, and model.attention_dropout is {rate}"
+    elif dtype == "float32":
+        refusal = f"it is for 16 bits, and train.dtype is {dtype}"
+    if refusal:
+        raise ValueError(
+            f"train.attention torch must be what torch computes alike: {refusal}: use train.attention auto, or ours"
+        )
 
 
 def _check_schedule(config: Config) -> None:
@@ -351,6 +370,7 @@ def check_ranges(config: Config) -> None:
         (config.parallel, "parallel.", "residency"),
         (config.train, "train.", "dtype"),
         (config.train, "train.", "reduction"),
+        (config.train, "train.", "attention"),
         (config.optim, "optim.", "schedule"),
         (config, "", "device"),
     ):

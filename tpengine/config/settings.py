@@ -140,6 +140,10 @@ class TrainConfig:
     reduction: Literal["fast", "exact"] = "fast"
     """Order of sums: fast depends on the layout; with exact all layouts give the same bits, with tp and dp at most 8
     and one thread per process."""
+    attention: Literal["auto", "ours", "torch"] = "auto"
+    """Whose attention trains: our kernels (ours), whose bits repeat; torch's (torch), whose gradients may differ from
+    run to run, or an error where it does not compute the same; auto takes torch's on GPUs where it is faster. Exact
+    mode and deterministic torch take ours."""
     eval_micro_batches: int = 16
     """Micro-batches of the held-out loss, over all replicas; 0 for no held-out loss."""
     eval_samples: int = 0

@@ -13,10 +13,9 @@ from einops import rearrange
 from torch import Tensor, nn
 from tpkernels.derivatives import applied, differentiable_once
 from tpkernels.ops.attention import attention, attention_qkv, has_kernel
-from tpkernels.ops.attention.choice import attention_by_torch, chosen_backend
+from tpkernels.ops.attention.choice import WHOSE, Problem, Whose, choose, chosen_backend
 from tpkernels.ops.attention.host import AttentionDropout, causal_attention
 from tpkernels.ops.rope import RopeScaling, rope_tables
-from tpkernels.ops.rope import rope as rope_of_tokens
 
 from tpengine.layers.collectives import Communicator, ShardCommunicator
 from tpengine.layers.dropout import Dropout
@@ -26,6 +25,11 @@ from tpengine.layers.linear.packed import PackedWeights
 from tpengine.layers.norm import Norm
 from tpengine.layers.rows.cache import KeyValueCache, Rows, length_of
 from tpengine.layers.rows.documents import Documents
+from tpengine.layers.torch_attention import attend_by_torch
+
+
+# Tokens of sequences that torch's attention is faster for, by rule.
+_LONG = 4096
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ def attend(
     dropout: AttentionDropout | None,
     head_norms: tuple[Norm, Norm] | None = None,
     *,
-    may_be_torchs: bool = False,
+    whose: Whose = "ours",
 ) -> Tensor:
     """Rotate q and k by their positions, then attend causally within each sequence, or document.
 
@@ -132,11 +136,13 @@ def attend(
         scores: rotation, window, scale.
         dropout: drops attention probabilities; None drops none.
         head_norms: norms of each head's queries and keys [E]; None for none.
-        may_be_torchs: whether torch's attention may take the place of ours, where it was timed and won.
+        whose: our kernels, torch's attention, or what is faster: see tpkernels.ops.attention.choice.
+
+    Raises:
+        ValueError: torch's was asked for, and does not compute this.
     """
     heads = num_heads, num_kv_heads, num_kv_heads
     head_size = qkv.shape[1] // sum(heads)
-    qkv = _with_normed_heads(qkv, heads, head_norms)
     seq, documents = length_of(rows), rows if isinstance(rows, Documents) else None
     if documents is not None and len(documents.places) != len(qkv):
         raise ValueError(
@@ -148,12 +154,18 @@ def attend(
     if scores.rotation is not None:
         cos, sin = tables_of(seq, head_size, scores.rotation, accumulation_dtype(qkv.dtype), qkv.device)
     backend = None
-    if may_be_torchs and window is None and dropout is None and documents is None:
-        backend = chosen_backend(qkv, seq, num_heads, num_kv_heads, head_size)
+    if whose != "ours":
+        sizes = num_heads, num_kv_heads, head_size
+        what = window is not None, documents is not None, dropout is not None
+        backend = chosen_backend(Problem(qkv.device, qkv.dtype, seq, *sizes, *what), whose)
+    if backend is None or (head_norms is not None and head_norms[0].centered):
+        qkv, head_norms = _with_normed_heads(qkv, heads, head_norms), None
     if backend is not None:
-        return by_torch(qkv, heads, seq, cos, sin, scores.scale, backend)
+        tables = (None, None) if cos is None or sin is None else (cos, sin)
+        options: dict[str, Any] = dict(window=window, scale=scores.scale, head_norms=head_norms)
+        return attend_by_torch(qkv, num_heads, num_kv_heads, rows, tables, backend, **options)
     if has_kernel(qkv, head_size):
-        options: dict[str, Any] = dict(window=window, scale=scores.scale, dropout=dropout, cos=cos, sin=sin)
+        options = dict(window=window, scale=scores.scale, dropout=dropout, cos=cos, sin=sin)
         if documents is not None:
             return attention_qkv(qkv, num_heads, num_kv_heads, starts=documents.starts, **options)
         return attention_qkv(qkv, num_heads, num_kv_heads, seq=seq, **options)
@@ -267,25 +279,6 @@ def _attend_to(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scores.scale, enable_gqa=grouped)
 
 
-def by_torch(
-    qkv: Tensor,
-    heads: tuple[int, int, int],
-    seq: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    scale: float | None,
-    backend: str,
-) -> Tensor:
-    """Do as `attend` by one of torch's backends, which are given rotated q and k; they see every earlier key."""
-    q, k, v = qkv.unflatten(1, (sum(heads), -1)).split(heads, dim=1)
-    if cos is not None and sin is not None:
-        q, k = rope_of_tokens(q, cos, sin), rope_of_tokens(k, cos, sin)
-        # A view would keep all of qkv until backward.
-        v = v.clone(memory_format=torch.contiguous_format)
-    q, k, v = (of.unflatten(0, (-1, seq)) for of in (q, k, v))
-    return attention_by_torch(q, k, v, backend, scale).reshape(len(qkv), -1)
-
-
 class Attention(nn.Module):
     """Causal self-attention over H query heads and G key/value heads.
 
@@ -303,10 +296,14 @@ class Attention(nn.Module):
         replicas: with G < tp, the communicator of the tp/G consecutive ranks that share a KV head.
         rope_theta: base of the rotary frequencies, instead of `scores`.
         dropout: drops attention probabilities.
+        whose: our kernels ("ours"), torch's attention ("torch"), or what is faster here ("auto"), which is said in
+            tpkernels/ops/attention/choice.py. Torch's gradients may differ from run to run; where torch is to be
+            deterministic, "auto" takes ours.
         sink, gathers_again, dtype, device: as ColumnParallelLinear.
 
     Raises:
-        ValueError: heads that do not divide.
+        ValueError: heads that do not divide; or torch's attention was asked for, and does not compute this. What
+            depends on the length of sequences is known when forward is called.
 
     Shape: x [T/tp, D] with T = batch * seq, batch first. Positions start at 0 in every sequence, or document.
     Cost: keeps gathered x, rotated q and k, v and the attention output for backward.
@@ -327,6 +324,7 @@ class Attention(nn.Module):
         replicas: Communicator | None = None,
         rope_theta: float = 10000.0,
         dropout: Dropout | None = None,
+        whose: Whose = "auto",
         sink: GradientSink | None = None,
         gathers_again: bool = False,
         dtype: torch.dtype | None = None,
@@ -362,6 +360,21 @@ class Attention(nn.Module):
         self._norms_heads = head_norm is not None
         self.o_proj = RowParallelLinear(q_size, hidden_size, comm, bias=output_bias, **options)
         self._qkv = PackedWeights(self.q_proj, self.k_proj, self.v_proj)
+        self._whose = self._checked(whose)
+
+    def _checked(self, whose: Whose) -> Whose:
+        """Return whose attention a layer takes, after asking torch; what depends on the length is asked in forward."""
+        if whose not in WHOSE:
+            raise ValueError(f"attention must be one of {', '.join(WHOSE)}: got {whose!r}: use auto")
+        if isinstance(self.o_proj.comm, ShardCommunicator):
+            # A shard of exact mode has the same bits wherever it is computed.
+            if whose == "torch":
+                raise ValueError("attention torch is not for a shard of exact mode: got torch: use attention ours")
+            return "ours"
+        weight, what = self.o_proj.weight, (False, False, self.dropout is not None)
+        if whose != "ours" and not weight.is_meta and self.scores.window is None:
+            choose(Problem(weight.device, weight.dtype, _LONG, *self._num_heads, self.head_size, *what), whose)
+        return whose
 
     def forward(self, x: Tensor, seq: Rows) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D], attention within each of the T/seq sequences, each document, or on a cache."""
@@ -381,9 +394,7 @@ class Attention(nn.Module):
                 attend_on_cache(qkv, (heads, kv_heads, kv_heads), seq, self, self.scores, norms)
             )
             return attended
-        # A shard of exact mode has the same bits wherever it is computed.
-        may_be_torchs = not isinstance(comm, ShardCommunicator)
-        mixed = attend(qkv, heads, kv_heads, seq, self.scores, drop, norms, may_be_torchs=may_be_torchs)
+        mixed = attend(qkv, heads, kv_heads, seq, self.scores, drop, norms, whose=self._whose)
         y: Tensor = self.o_proj(mixed)
         return y
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from tpkernels.ops.attention.choice import same_choices
 
 from tpengine.architectures import describe
 from tpengine.architectures.describe.orders import TAKE_SUMS
@@ -102,6 +103,7 @@ class Block(nn.Module):
 def computed_again(forward: Callable[..., Any], *inputs: Any) -> Any:
     """Return forward(*inputs), of which only the inputs are kept: backward runs it once more, on every tp rank alike.
 
-    Dropout is a function of the micro-batch, not of a generator's state, so there is no state to restore.
+    Dropout is a function of the micro-batch, not of a generator's state, so there is no state to restore. Attention is
+    computed again by whom it was computed the first time.
     """
-    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=same_choices)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from tpkernels.ops.attention.choice import Whose
 from tpkernels.ops.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 from tpengine.architectures import describe
@@ -103,6 +104,7 @@ class FastParts:
         model: sizes.
         tp: the tp ranks.
         replicas: the tp ranks that share a KV head, if kv heads < tp.
+        attention: whose attention the layers take, as layers.Attention's `whose`.
         sink, gathers_again, dtype, device: as ColumnParallelLinear.
     """
 
@@ -112,12 +114,13 @@ class FastParts:
         tp: Communicator,
         *,
         replicas: Communicator | None = None,
+        attention: Whose = "auto",
         sink: GradientSink | None = None,
         gathers_again: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.model, self.tp, self._replicas = model, tp, replicas
+        self.model, self.tp, self._replicas, self._whose = model, tp, replicas, attention
         self._sink, self._gathers_again, self._dtype, self._device = sink, gathers_again, dtype, device
 
     @property
@@ -153,6 +156,7 @@ class FastParts:
             scores=scores_of(part, model),
             replicas=self._replicas,
             dropout=dropout,
+            whose=self._whose,
             sink=self._sink,
             gathers_again=self._gathers_again,
             dtype=self._dtype,

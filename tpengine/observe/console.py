@@ -40,12 +40,14 @@ def show_plan(
     exchange: str,
     run_dir: Path,
     shared_cores: int = 0,
+    attention: str = "",
 ) -> None:
     """Print what the run will do: layout, parameters and bytes per rank, the pipeline's bubble, where output goes.
 
     Args:
         exchange: how the ranks exchange tensors, in words.
         shared_cores: number of cores of this host, if the ranks divide them; 0 if the number of threads was given.
+        attention: whose it is, in words; empty says nothing of it.
     """
     train, model = config.train, config.model
     tokens = train.micro_batch_size * train.seq_len
@@ -73,6 +75,8 @@ def show_plan(
     if device.type == "cpu":
         share = f", its share of {shared_cores} cores (OMP_NUM_THREADS sets another number)" if shared_cores else ""
         lines.append(("threads", f"{torch.get_num_threads()} per rank{share}"))
+    if attention:
+        lines.append(("attention", attention))
     lines.append(("exchange", exchange))
     lines.append(("output", str(run_dir)))
     if train.after_checkpoint:
@@ -230,8 +234,11 @@ class ProgressLine:
         )
         figures = f"loss {loss:.4f}  lr {record['lr']:.2e}  norm {norm:.3g}"
         figures += f"  {tokens / seconds:,.0f} tokens/s"
-        if "mfu_attention_full" in record:
-            figures += f"  MFU {record['mfu_attention_full'] * record['step_seconds'] / wall:.1%}"
+        if "mfu_attention_causal" in record:
+            # Attention counts half, as a causal kernel computes it; many papers count it whole.
+            share = record["step_seconds"] / wall
+            half, whole = (share * record[f"mfu_attention_{how}"] for how in ("causal", "full"))
+            figures += f"  MFU {half:.1%} (attention whole {whole:.1%})"
         figures += f"  {record['peak_memory_bytes'] / 1e9:.2f} GB"
         why = ", it leaps" if "event" in record else ""
         return figures + (f"  skipped{why}" if record.get("skipped") else "")

@@ -3,6 +3,9 @@
 There is one in-order channel for each ordered pair of ranks. A transfer begins when both sides have posted it and all
 earlier transfers of its channel have left the sender. It occupies the channel for bytes / bandwidth and arrives
 `latency` later. Only then is it complete for both sides: the sender keeps its buffer until the tensor has arrived.
+
+Shared memory and gloo are such links. NCCL runs all transfers of a rank in one communicator one after another, which is
+not modelled: where an early receive holds up a send, its steps take longer than is said here.
 """
 
 from __future__ import annotations

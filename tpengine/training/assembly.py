@@ -68,6 +68,7 @@ def _fast(
         config.model,
         comms.tp,
         replicas=comms.replica,
+        attention=config.train.attention,
         sink=DeferringSink(sink, halves),
         gathers_again=Gathered(config.parallel.gathered) is Gathered.AGAIN,
         dtype=dtype,

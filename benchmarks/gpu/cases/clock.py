@@ -1,11 +1,11 @@
-"""Time and rows that the cases share: of a call on a GPU or a CPU, and of the host that launches it."""
+"""What the cases share: rows, time on a GPU or a CPU and of the host that launches, results that must be the same."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ from benchmarks.harness.timing import PASSED, Spread, interleave
 from benchmarks.kernels.timing import make_clock
 
 _WARM_CALLS = 3
+# Of the largest element: what another order of sums, or torch's attention on each run, may change in 16 bits.
+_SAME = 2e-2
 
 
 def device_here() -> torch.device:
@@ -51,6 +53,16 @@ def host_seconds(call: Callable[[], object], device: torch.device, calls: int) -
     seconds = (time.perf_counter() - begin) / calls
     settle(device)
     return seconds
+
+
+def agreement(want: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> str:
+    """Return "passed", or which of the results is another one: a check of what is timed, not of a kernel."""
+    for place, (one, other) in enumerate(zip(want, got, strict=True)):
+        largest = float(one.double().abs().max())
+        off = float((one.double() - other.double()).abs().max())
+        if not off <= _SAME * largest:
+            return f"failed: result {place} differs by {off:.2g}, its largest element is {largest:.2g}"
+    return PASSED
 
 
 def settle(device: torch.device) -> None:

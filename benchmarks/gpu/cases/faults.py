@@ -1,15 +1,34 @@
-"""Cases that fail on purpose, for the rehearsal: what they cost must be themselves alone. No torch."""
+"""Cases of the rehearsal: some that fail on purpose and must cost themselves alone, and several as one. No torch."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness.journal import append
+
+
+def several(rows: Path, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> int:
+    """Run several cases in this process, which spares the others its start; return 1 if one is wrong.
+
+    Args:
+        rows: where all write.
+        calls: "module:function" of benchmarks.gpu.cases, and arguments.
+    """
+    is_wrong = False
+    for name, arguments in calls:
+        print(name, flush=True)
+        module, _, function = name.partition(":")
+        called = getattr(importlib.import_module(f"benchmarks.gpu.cases.{module}"), function)
+        is_wrong |= bool(called(rows, **arguments))
+    return int(is_wrong)
 
 
 def passes(rows: Path) -> None:

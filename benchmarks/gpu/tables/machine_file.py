@@ -29,10 +29,11 @@ _OPERATOR = "planner/launch/triton_norm"
 Row = Mapping[str, Any]
 
 
-def write_machine(rows: Path) -> str:
-    """Write machine.toml beside a run's rows; return a line that says so, or why there is none."""
+def write_machine(rows: Path, folder: Path) -> str:
+    """Write machine.toml of the last GPU of a run into a folder; return a line that says so, or why there is none."""
     every = read(rows)
     preflight: Row = next((row[PREFLIGHT] for row in reversed(every) if PREFLIGHT in row), {})
+    every = [row for row in every if row.get("gpu", preflight.get("gpu")) == preflight.get("gpu")]
     base = machine_like(preflight.get("gpu") or "", int(preflight.get("gpu_memory_bytes") or 0))
     if base is None:
         return f"no {MACHINE_FILE}: there is no data sheet of {preflight.get('gpu') or 'no GPU'}"
@@ -43,7 +44,7 @@ def write_machine(rows: Path) -> str:
         text = machine_text(measured)
     except ImportError:
         return f"no {MACHINE_FILE}: tomli-w is not installed here: use --report {rows.parent} where it is"
-    path = rows.parent / MACHINE_FILE
+    path = folder / MACHINE_FILE
     write_beside(path, text.encode())
     return f"wrote {path}: for tpengine advise --machine {path}:8x1"
 

@@ -14,7 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu.tables.bars import verdicts
-from benchmarks.gpu.tables.rows import HOW, PREFLIGHT, RUN_CASE, has_samples, num_ranks, outcomes, results
+from benchmarks.gpu.tables.rows import (
+    HOW,
+    PREFLIGHT,
+    RUN_CASE,
+    Where,
+    by_place,
+    has_samples,
+    num_ranks,
+    outcomes,
+    results,
+)
 from benchmarks.harness.journal import read
 
 _COLUMNS = 150
@@ -37,14 +47,18 @@ def print_report(path: Path, copy: Path | None) -> None:
 
 
 def tables(rows: Sequence[Row]) -> list[Table | str]:
-    """Return everything that there is to say about a run."""
+    """Return everything that there is to say, of each GPU and revision apart: no figure is held against another's."""
+    return [table for where, own in by_place(rows).items() for table in _of_place(where, own)]
+
+
+def _of_place(where: Where, rows: Sequence[Row]) -> list[Table | str]:
     preflight: Mapping[str, Any] = next((row[PREFLIGHT] for row in reversed(rows) if PREFLIGHT in row), {})
     found = results(rows)
-    title = "a rehearsal"
+    title = f"{where.gpu or 'no GPU'}, revision {where.commit or 'not known'}"
     if preflight:
-        title = f"{preflight.get('gpu') or 'no GPU'}, torch {preflight.get('torch')}, triton {preflight.get('triton')}"
+        title += f", torch {preflight.get('torch')}, triton {preflight.get('triton')}"
     measured = [row for row in found if has_samples(row)]
-    every: list[Table | str] = [title, _figures(measured), _speeds(measured, preflight), _fused(measured)]
+    every: list[Table | str] = [title, _figures(measured), _speeds(measured, preflight)]
     every += _wrong(found), _ended(rows), _bars(found)
     return [table for table in every if isinstance(table, str) or table.row_count]
 
@@ -77,22 +91,6 @@ def _wrong(found: Sequence[Row]) -> Table:
     for row in found:
         if row.get("check", "passed") != "passed":
             table.add_row(_named(row), str(row["check"]))
-    return table
-
-
-def _fused(found: Sequence[Row]) -> Table:
-    table = _table(
-        "Fused operators by co-located ranks", "case", "ranks", "hidden", "ceiling", "serial / fused", "/ matmul"
-    )
-    for row in found:
-        if "fused_median_seconds" in row and "serial_median_seconds" in row:
-            speed = row["serial_median_seconds"] / row["fused_median_seconds"]
-            shares = [
-                f"{row[n]:.2f}" if n in row else "" for n in ("overlap_efficiency_ratio", "overlap_ceiling_ratio")
-            ]
-            over = f"{row['fused_over_matmul_median_ratio']:.2f}"
-            case = str(row["case"]).removeprefix("overlap/")
-            table.add_row(case, str(row.get("virtual_ranks", "")), *shares, f"{speed:.2f}", over)
     return table
 
 

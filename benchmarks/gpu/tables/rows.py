@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
-ROWS, LOG = "rows.jsonl", "log.txt"
+ROWS = "rows.jsonl"
 PREFLIGHT, RUN_CASE, HOW, STARTED = "preflight", "run_case", "how", "started"
 # Of these a later start does not run the case again. One that hung is run once more: what it compiled is in the caches.
 DONE = ("passed", "wrong", "crashed")
@@ -15,6 +15,33 @@ HUNG, _MOST_HANGS = "hung", 2
 _DID_NOT_START = ("left out", "no time")
 # A figure of fewer samples says that something runs, not how fast it is: those of smoke cases.
 FEWEST_SAMPLES = 5
+
+
+class Where(NamedTuple):
+    """What rows of one run share, as every row says it: another GPU, or another revision, has other figures.
+
+    Attributes:
+        gpu: its name; None for a CPU.
+        commit: the revision; None if nobody names it.
+    """
+
+    gpu: str | None
+    commit: str | None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return them as fields of a row."""
+        return self._asdict()
+
+
+def by_place(rows: Iterable[Mapping[str, Any]]) -> dict[Where, list[Mapping[str, Any]]]:
+    """Return the rows by GPU and revision, those of the last row last."""
+    found, last = dict[Where, list[Mapping[str, Any]]](), dict[Where, int]()
+    for place, row in enumerate(rows):
+        where = Where(row.get("gpu"), row.get("commit"))
+        found.setdefault(where, []).append(row)
+        last[where] = place
+    return {where: found[where] for where in sorted(found, key=last.__getitem__)}
 
 
 def outcomes(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -30,8 +57,9 @@ def outcomes(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
-def done(rows: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the names of the cases that a later start does not run again."""
+def done(every: Iterable[Mapping[str, Any]], where: Where) -> set[str]:
+    """Return the names of the cases that a later start on this GPU, at this revision, does not run again."""
+    rows = by_place(every).get(where, [])
     hangs = Counter(str(row[RUN_CASE]) for row in rows if row.get(HOW) == HUNG)
     ended = {name for name, how in outcomes(rows).items() if how in DONE}
     return ended | {name for name, number in hangs.items() if number >= _MOST_HANGS}

@@ -47,7 +47,7 @@ Sees = Callable[[Tensor, Tensor], Tensor]
 
 
 def attention(shape: Shape) -> Sequence[Case]:
-    """One sequence of a rank's query heads and key heads."""
+    """Some sequences of a rank's query heads and key heads; packed documents are of one alone."""
     from tpkernels.ops.attention import attention as attend
 
     window = max(1, shape.seq // _WINDOW_PART)
@@ -65,10 +65,11 @@ def attention(shape: Shape) -> Sequence[Case]:
     def in_document(i_query: Tensor, i_key: Tensor) -> Tensor:
         return (i_key <= i_query) & (document[i_query] == document[i_key])
 
+    packed = functools.partial(attend, query_starts=starts)
     return (
         _case("attention", shape, attend, causal, [shape.seq], None),
         _case("attention_window", shape, functools.partial(attend, window=window), in_window, [shape.seq], window),
-        _case("attention_documents", shape, functools.partial(attend, query_starts=starts), in_document, lengths, None),
+        _case("attention_documents", replace(shape, batch=1), packed, in_document, lengths, None),
         _qkv_case(shape, causal),
     )
 
@@ -85,14 +86,14 @@ def _case(
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
         heads = {"q": model.heads, "k": model.kv_heads, "v": model.kv_heads}
-        return {n: draw.normal(1, seq, num, model.head_size) for n, num in heads.items()}
+        return {n: draw.normal(shape.batch, seq, num, model.head_size) for n, num in heads.items()}
 
     def work(direction: Direction) -> Any:
         from tpkernels.work import attention_backward_work, attention_work, visible_pairs
 
         function = attention_work if direction == "forward" else attention_backward_work
-        sizes = (1, seq, model.heads, model.kv_heads, model.head_size, shape.item_bytes)
-        return function(*sizes, causal_half=True, pairs=visible_pairs(lengths, window))
+        sizes = (shape.batch, seq, model.heads, model.kv_heads, model.head_size, shape.item_bytes)
+        return function(*sizes, causal_half=True, pairs=shape.batch * visible_pairs(lengths, window))
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _attended(q, k, v, sees, 0)
@@ -130,17 +131,18 @@ def _qkv_case(shape: Shape, causal: Sees) -> Case:
         return t * full_cos + torch.cat((-second, first), -1) * full_sin
 
     def unfused(attend: Callable[..., Tensor], qkv: Tensor) -> Tensor:
-        q, k, v = qkv.view(1, seq, sum(heads), model.head_size).split(heads, 2)
-        return attend(turned(q), turned(k), v).reshape(seq, -1)
+        q, k, v = qkv.view(shape.batch, seq, sum(heads), model.head_size).split(heads, 2)
+        return attend(turned(q), turned(k), v).reshape(shape.batch * seq, -1)
 
     def ours(qkv: Tensor) -> Tensor:
-        return attention_qkv(qkv, model.heads, model.kv_heads, cos=cos, sin=sin)
+        return attention_qkv(qkv, model.heads, model.kv_heads, seq=seq, cos=cos, sin=sin)
 
     def work(direction: Direction) -> Any:
         from tpkernels.work import attention_backward_work, attention_work
 
         function = attention_work if direction == "forward" else attention_backward_work
-        return function(1, seq, model.heads, model.kv_heads, model.head_size, shape.item_bytes, causal_half=True)
+        sizes = (shape.batch, seq, model.heads, model.kv_heads, model.head_size, shape.item_bytes)
+        return function(*sizes, causal_half=True)
 
     by_sdpa = functools.partial(_sdpa, is_causal=True)
     rivals = {"sdpa": Contestant(by_sdpa)} if shape.device == "cpu" else _by_backend()
@@ -151,7 +153,7 @@ def _qkv_case(shape: Shape, causal: Sees) -> Case:
     right = functools.partial(unfused, functools.partial(_by_blocks, sees=causal))
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
-        return {"qkv": draw.normal(seq, sum(heads) * model.head_size)}
+        return {"qkv": draw.normal(shape.batch * seq, sum(heads) * model.head_size)}
 
     also = functools.partial(unfused, by_sdpa)
     return Case("attention_qkv", inputs, contestants, work, "matmul", sizes, right, also_torch=also)

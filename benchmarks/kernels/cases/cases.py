@@ -43,12 +43,14 @@ class Shape:
         seq: tokens of the sequence; activations between sharded layers have seq / tp rows.
         dtype: of activations and weights.
         device: "cpu" or "cuda".
+        batch: sequences, of attention; other operators have the tokens of one.
     """
 
     model: Model
     seq: int
     dtype: torch.dtype
     device: str
+    batch: int = 1
 
     @property
     def item_bytes(self) -> int:

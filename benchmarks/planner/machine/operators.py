@@ -130,7 +130,7 @@ def _attention(clock: Clock, dtype: torch.dtype, sizes: Sizes, found: Points) ->
             return torch.randn(tokens, columns, device=device).to(dtype).requires_grad_()
 
         def run(x: Tensor, seq: int = seq) -> Tensor:
-            return attend(x, heads, kv_heads, seq, Scores(), None, may_be_torchs=True)
+            return attend(x, heads, kv_heads, seq, Scores(), None, whose="auto")
 
         core = _core(device, batch, heads, kv_heads, seq)
         whole, inner = (clock.of_graph(qkv, of, _NUMBER) for of in (run, core))
@@ -157,7 +157,7 @@ def _core(device: torch.device, batch: int, heads: int, kv_heads: int, seq: int)
         return causal_attention(q, k, v)
 
     def by_kernels(x: Tensor) -> Tensor:
-        return attend(x, heads, kv_heads, seq, Scores(rotation=None), None, may_be_torchs=True)
+        return attend(x, heads, kv_heads, seq, Scores(rotation=None), None, whose="auto")
 
     return on_host if device.type == "cpu" else by_kernels
 

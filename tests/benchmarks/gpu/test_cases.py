@@ -35,12 +35,12 @@ EXACT_PRICE = """
 import json, sys
 from pathlib import Path
 import torch
-from benchmarks.gpu.cases import training
-seen, kept = [], training.OwnStep.seconds
+from benchmarks.gpu.cases import steps, training
+seen, kept = [], steps.OwnStep.seconds
 def noted(self):
     seen.append([self._trainer.config.train.reduction, torch.are_deterministic_algorithms_enabled()])
     return kept(self)
-training.OwnStep.seconds = noted
+steps.OwnStep.seconds = noted
 assert training.exact_price(Path(sys.argv[1]), "tiny", steps=2, layers=1) == 0
 print(json.dumps(seen))
 """

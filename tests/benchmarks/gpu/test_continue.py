@@ -18,6 +18,7 @@ from tpkernels.ops.matmul.tuned import Tile, TunedAttention, TunedGate, path_for
 from benchmarks.gpu import command
 from benchmarks.gpu.cases.kernels.ahead import Launch, each_share
 from benchmarks.gpu.cases.kernels.tiles import save
+from benchmarks.gpu.folder import opened
 from benchmarks.gpu.tables.report import print_report
 from benchmarks.gpu.tables.rows import PREFLIGHT
 from benchmarks.harness.journal import append, read
@@ -65,15 +66,17 @@ def test_an_earlier_run_is_taken_over_and_none_is_overwritten(tmp_path: Path) ->
     old, new, folder = tmp_path / "old", tmp_path / "new", tmp_path / "tuned"
     old.mkdir()
     append(old / "rows.jsonl", {"case": "one"})
-    saved(old / "h200.json", TILES[0])
+    with opened(old) as before:
+        saved(before.work / "h200.json", TILES[0])
     command._take_over(old, new)
     assert [row["case"] for row in read(new / "rows.jsonl")] == ["one"]
-    command._place_tiles(new, folder)
-    assert read_tiles(folder / "h200.json") == [TILES[0]]
-    # What is there stays.
-    saved(new / "h200.json", TILES[1])
-    command._place_tiles(new, folder)
-    assert read_tiles(folder / "h200.json") == [TILES[0]]
+    with opened(new) as now:
+        command._place_tiles(now.work, folder)
+        assert read_tiles(folder / "h200.json") == [TILES[0]]
+        # What is there stays.
+        saved(now.work / "h200.json", TILES[1])
+        command._place_tiles(now.work, folder)
+        assert read_tiles(folder / "h200.json") == [TILES[0]]
     with pytest.raises(ValueError, match=r"needs a new --out: .* has rows.jsonl"):
         command._take_over(old, new)
 

@@ -41,7 +41,7 @@ def test_a_gpu_has_its_data_sheet(gpu: str, memory: int, kind: str | None) -> No
 def test_measured_rates_take_the_place_of_shares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
     append(rows, {PREFLIGHT: {"gpu": "NVIDIA H200", "gpu_memory_bytes": 141 * 10**9}})
-    assert "planner/matmul or planner/copy are missing" in write_machine(rows)
+    assert "planner/matmul or planner/copy are missing" in write_machine(rows, tmp_path)
     size = {"check": "passed", "m": 512, "n": 512, "torch_flops_per_second": 8e14}
     append(rows, {"case": "planner/matmul/512x512x512", **size, "k": 512, "ours_flops_per_second": 1e14})
     append(rows, {"case": "planner/matmul/512x512x8192", **size, "k": 8192, "ours_flops_per_second": 5e14})
@@ -89,7 +89,9 @@ def test_operators_that_were_measured_one_by_one_are_the_file(tmp_path: Path) ->
     )
     append(rows, {PREFLIGHT: {"gpu": "NVIDIA H200", "gpu_memory_bytes": 141 * 10**9}})
     append(rows, {"case": MACHINE_ROW, "check": "passed", "machine": machine_values(measured)})
-    assert "wrote" in write_machine(rows)
+    # Another GPU's row, which came later.
+    append(rows, {"case": MACHINE_ROW, "check": "passed", "gpu": "NVIDIA H100", "machine": machine_values(sheet)})
+    assert "wrote" in write_machine(rows, tmp_path)
     found = machine_named(str(tmp_path / "machine.toml"))
     assert found.source == "3 passes; links, memory and other dtypes of the data sheet"
     flops_per_s = {**sheet.flops_per_s, "bfloat16": 8e14}

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import getpass
 import json
 import math
 import platform
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.harness import gpu_clocks
+from benchmarks.harness.gpu_clocks import Clocks, clocks
 from benchmarks.harness.journal import append
+from benchmarks.harness.revision import REVISION_VARIABLE, source_here
 from benchmarks.harness.rows import cpu_model, environment, make_row, stored
 
-WHERE = {"date", "commit", "dirty", "python", "torch", "triton", "tpengine", "cpu", "cores", "gpu"}
+WHERE = {"date", "commit", "dirty", "python", "torch", "triton", "tpengine", "cpu", "cores"}
+WHERE |= {"gpu", "gpu_clock_mhz", "gpu_memory_clock_mhz"}
+
+
+@pytest.fixture
+def asks_git_again() -> Iterator[None]:
+    source_here.cache_clear()
+    yield
+    source_here.cache_clear()
 
 
 def test_a_row_has_its_case_its_fields_and_where_it_was_measured() -> None:
@@ -42,6 +57,7 @@ def test_the_environment_names_no_host_and_no_user() -> None:
     assert platform.node() not in text and f"/{getpass.getuser()}" not in text
 
 
+@pytest.mark.usefixtures("asks_git_again")
 def test_results_do_not_make_the_tree_dirty(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
@@ -52,12 +68,53 @@ def test_results_do_not_make_the_tree_dirty(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(subprocess, "run", run)
     assert environment()["dirty"] is False
     assert any(":!benchmarks/results" in command for command in asked)
+    number = len(asked)
+    assert environment()["dirty"] is False and len(asked) == number, "git is asked once, not for every row"
 
 
-def test_without_git_the_source_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("asks_git_again")
+def test_without_git_the_source_is_unknown_or_what_the_environment_names(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("GIT_DIR", str(tmp_path))
     found = environment()
     assert found["commit"] is None and found["dirty"] is None
+    source_here.cache_clear()
+    monkeypatch.setenv(REVISION_VARIABLE, "8ecd560")
+    found = environment()
+    assert found["commit"] == "8ecd560" and found["dirty"] is None
+
+
+def test_clocks_are_those_that_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in for the driver's library, which knows its GPU by its number alone."""
+    told = {1: 1755, 2: 3201}
+
+    def clock(_: Any, kind: int, value: Any) -> int:
+        value._obj.value = told.get(kind, 0)
+        return 0 if kind in told else 1
+
+    def count(value: Any) -> int:
+        value._obj.value = 1
+        return 0
+
+    library = SimpleNamespace(
+        nvmlInit_v2=lambda: 0,
+        nvmlDeviceGetHandleByUUID=lambda *_: 6,
+        nvmlDeviceGetCount_v2=count,
+        nvmlDeviceGetHandleByIndex_v2=lambda *_: 0,
+        nvmlDeviceGetClockInfo=clock,
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="one"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    gpu_clocks._device.cache_clear()
+    try:
+        assert clocks() == Clocks(1755, 3201)
+        del told[2]
+        assert clocks() == Clocks(1755, None)
+    finally:
+        gpu_clocks._device.cache_clear()
 
 
 def test_the_processor_is_named_with_family_and_model(tmp_path: Path) -> None:

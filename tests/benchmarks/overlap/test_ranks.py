@@ -1,6 +1,6 @@
 """Rung: pure. Virtual ranks' arenas know each other; their clock, on streams and events that are not real.
 
-Only a GPU shows that launches begin together, and that no rank holds what another needs (test_gpu.py).
+Only a GPU shows that launches begin together, and that no rank holds what another needs (test_co_located.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tpkernels.symmetric.signals_kernel import LIMIT_NS, LINE_WORDS, MAX_WORLD, 
 from benchmarks.harness.shapes import MODELS, Model
 from benchmarks.overlap import ranks as overlap_ranks
 from benchmarks.overlap.cases import Operands
-from benchmarks.overlap.gpu import arenas_for
+from benchmarks.overlap.co_located import arenas_for
 from benchmarks.overlap.ranks import RanksClock, VirtualRanks, load
 
 TINY = Model("tiny", 24, 4, 2, 16, 20, 96)
@@ -140,12 +140,6 @@ def test_a_sample_that_began_without_the_host_is_taken_again(monkeypatch: pytest
 
     with pytest.raises(AssertionError, match="longer than flushes"):
         gpu.clock.timed(late, "bar")
-
-
-def test_ranks_meet_where_all_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Gpu(monkeypatch, 2)
-    gpu.ranks.meet()
-    assert gpu.happened == [f"rank {i} after all of rank {j}" for i in range(2) for j in range(2)]
 
 
 def test_kernels_are_loaded_and_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Rungs: pure, interpreter. The ways in which co-located ranks compute: what they launch, and that it is right.
 
 Interpreted, the ways that wait for nobody compute in one process, and are compared with what is right; what the others
-launch is looked at. Only a GPU shows that those are right between co-located ranks (test_gpu.py).
+launch is looked at. Only a GPU shows that those are right between co-located ranks (test_co_located.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tpkernels.symmetric.wait_kernels import launch_wait
 
 from benchmarks.harness.shapes import MODELS, Model
 from benchmarks.overlap.cases import Case, Operands, cases_of
-from benchmarks.overlap.gpu import arenas_for, check, ways_of
+from benchmarks.overlap.co_located import arenas_for, check, ways_of
 from benchmarks.overlap.ranks import VirtualRanks
 from benchmarks.overlap.ways import Way
 
@@ -73,7 +73,7 @@ def launched(case_name: str, model: Model, tokens: int, world: int) -> dict[str,
     with observed(Target("cuda", 90), lambda kernel, grid, *_: None):
         o = Operands(model, tokens, ranks_on("meta", world))
         (case,) = [case for case in cases_of(o) if case.name == case_name]
-        ways = ways_of(case, o, arenas_for(o), arenas_for(o))
+        ways = ways_of(case, o, arenas_for(o))
     for name, way in ways.items():
         count = counts[name] = Counter()
         with observed(Target("cuda", 90), lambda kernel, *_, count=count: count.update([kernel.fn.__name__])):
@@ -82,14 +82,14 @@ def launched(case_name: str, model: Model, tokens: int, world: int) -> dict[str,
 
 
 MATMUL, GATHERING, SCATTERING = "matmul_kernel", "gather_matmul_kernel", "matmul_scatter_kernel"
-PUBLISH, WAIT, SUM = "publish_kernel", "wait_kernel", "sum_slots_kernel"
+PUBLISH, WAIT = "publish_kernel", "wait_kernel"
 FETCH = "fetch_kernel"
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 @pytest.mark.parametrize("case", CASES)
 def test_each_bar_launches_what_it_stands_for(case: str, model: Model) -> None:
-    """Count what four ranks launch; torch.mm and copies launch nothing of ours."""
+    """Count what four ranks launch; copies launch nothing of ours."""
     pytest.importorskip("triton")
     gathers = case in (CASES[0], CASES[3], CASES[5], CASES[6])
     scatters = case in (CASES[1], CASES[2], CASES[4], CASES[5], CASES[6])
@@ -97,14 +97,10 @@ def test_each_bar_launches_what_it_stands_for(case: str, model: Model) -> None:
     products = 4 * (gathers + scatters)
     wgrads = {MATMUL: 4 * num_wgrads}
     gathered = {GATHERING: 4} if gathers else {}
-    summed = {SUM: 4} if scatters else {}
     scattered = Counter({SCATTERING: 4} if scatters else {})
     want = {
-        "torch.mm": wgrads,
         "kernel": {MATMUL: products + 4 * num_wgrads},
         "own": wgrads | gathered | ({SCATTERING: 4} if scatters else {}),
-        "serial_torch": wgrads | summed,
-        "serial_kernel": {MATMUL: products + 4 * num_wgrads} | summed,
         "fused": Counter(wgrads | gathered) + scattered,
     }
     pushes = {"push": Counter(wgrads | gathered) + scattered} if gathers else {}
@@ -130,22 +126,15 @@ def test_programs_keep_to_a_ranks_part_of_the_processors() -> None:
         assert ranks.processors == 33
         o = Operands(MODELS[2], 4096, ranks)
         case = cases_of(o)[-1]
-        for way in ways_of(case, o, arenas_for(o), arenas_for(o)).values():
+        for way in ways_of(case, o, arenas_for(o)).values():
             case.compute(way)
     assert grids[GATHERING] == {32} and grids[SCATTERING] == {33} and max(grids[MATMUL]) <= 33
     assert grids[PUBLISH] == {33}
 
 
-def test_the_cases_count_their_products() -> None:
-    o = Operands(TINY, 10, ranks_on("meta", 3))
-    first, second = 3 * 2 * 10 * 24 * 40, 3 * 2 * 10 * 24 * 20
-    flops = [first, second, first, second, 2 * first, first + second, 2 * (first + second)]
-    assert [(case.name, case.flops) for case in cases_of(o)] == list(zip(CASES, flops, strict=True))
-
-
-def interpreted_ways(case: Case, o: Operands, arenas: Any, still: Any) -> dict[str, Way]:
+def interpreted_ways(case: Case, o: Operands, arenas: Any) -> dict[str, Way]:
     """Return the ways, except those that wait for ranks whose turn in this process is later."""
-    ways = ways_of(case, o, arenas, still)
+    ways = ways_of(case, o, arenas)
     return {name: way for name, way in ways.items() if name not in ("fused", "push")}
 
 
@@ -153,8 +142,8 @@ def check_variants(world: int, tokens: int) -> None:
     o = Operands(TINY, tokens, ranks_on("cpu", world), torch.float32)
     assert [case.name for case in cases_of(o)] == list(CASES)
     for case in cases_of(o):
-        arenas, still = arenas_for(o), arenas_for(o)
-        check(case, o, interpreted_ways(case, o, arenas, still), [*arenas, *still], HostTime())
+        arenas = arenas_for(o)
+        check(case, o, interpreted_ways(case, o, arenas), arenas, HostTime())
 
 
 @pytest.mark.parametrize(
@@ -169,30 +158,27 @@ def broken(case_name: str, variant: str, break_: Callable[[Way], Any]) -> str:
     """What the check says of a variant that is broken in a case; empty if it does not notice."""
     o = Operands(TINY, 10, ranks_on("cpu", 3), torch.float32)
     (case,) = [case for case in cases_of(o) if case.name == case_name]
-    arenas, still = arenas_for(o), arenas_for(o)
-    way = ways_of(case, o, arenas, still)[variant]
+    arenas = arenas_for(o)
+    way = ways_of(case, o, arenas)[variant]
     with break_(way):
         try:
-            check(case, o, {variant: way}, [*arenas, *still], HostTime())
+            check(case, o, {variant: way}, arenas, HostTime())
         except AssertionError as error:
             return str(error)
     return ""
 
 
 def check_that_errors_are_noticed() -> None:
-    """A slot nobody fills, a shard nobody copies, a gradient nobody adds, a kernel that computes something else."""
+    """A slot nobody fills, or at another place, a gradient nobody adds, a kernel that computes something else."""
     scatter, gather, backward = CASES[1], CASES[0], CASES[6]
-    nothing = patch("benchmarks.overlap.ways.launch_sum_slots", lambda *_: None)
     unwritten = patch("benchmarks.overlap.ways.launch_matmul_scatter", lambda *_: None)
     elsewhere = patch(
         "benchmarks.overlap.ways.slot_of", lambda arena, owner, *_: torch.empty(4, 24)[: 4 - 2 * (owner > 1)]
     )
     breaks: list[tuple[str, str, Callable[[Way], Any]]] = [
-        (scatter, "serial_torch", lambda way: nothing),
-        (scatter, "serial_kernel", lambda way: elsewhere),
+        (scatter, "own", lambda way: elsewhere),
         (scatter, "own", lambda way: unwritten),
         (gather, "own", lambda way: patch("benchmarks.overlap.ways.launch_gather_matmul", lambda *_: None)),
-        (gather, "serial_torch", lambda way: patch.object(way, "gathered", lambda rows: [x * 2 for x in rows.full])),
         (gather, "kernel", lambda way: patch.object(way, "product", lambda a, b: a @ b + 1)),
         (backward, "kernel", lambda way: patch.object(way, "wgrad", lambda *_: None)),
     ]

@@ -241,3 +241,15 @@ GRAPHS = {
 )
 def test_cuda_graphs_replay(run: Run, device: str, world: int, strategy: str, graph: str) -> None:
     run(device, world, check_replays, strategy, *GRAPHS[graph])
+
+
+def check_each_kind(device: str, strategies: Sequence[str], graphs: Sequence[str]) -> None:
+    for strategy in strategies:
+        for name in graphs:
+            check_replays(device, strategy, *GRAPHS[name])
+
+
+@rungs("world, strategies, graphs", (2, ("fused",), ("all-reduce",)), (2, ("fused", "push"), tuple(GRAPHS)))
+def test_each_kind_replays(run: Run, device: str, world: int, strategies: Sequence[str], graphs: Sequence[str]) -> None:
+    """For a GPU that is lent for minutes: processes start once for all that the tests above start them for each."""
+    run(device, world, check_each_kind, strategies, graphs)

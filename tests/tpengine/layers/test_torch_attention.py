@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from tpkernels.ops.attention import choice
 from tpkernels.ops.matmul import tuned
 from tpkernels.ops.matmul.tuned import TunedAttention, TunedFile, written
 
-from tpengine.layers import attention as layer
-from tpengine.layers.attention import Attention, Scores
+from tpengine.layers import torch_attention as layer
+from tpengine.layers.attention import Attention, Rotation, Scores
 from tpengine.layers.collectives import Communicator, ShardCommunicator
 from tpengine.layers.dropout import Dropout, Position
+from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
 
 HEADS, KV_HEADS, HEAD_SIZE, SEQ = 4, 2, 16, 32
 
@@ -31,16 +33,18 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]
     (tmp_path / "cpu.json").write_bytes(written(TunedFile("cpu", "2026-11-23", None, "2.13", None, [], [one])))
     monkeypatch.setattr(tuned, "FOLDER", tmp_path)
     tuned.forget()
+    choice.forget()
     called: list[str] = []
     kept = layer.attention_by_torch
 
-    def listed(q: Tensor, k: Tensor, v: Tensor, backend: str, scale: float | None) -> Tensor:
+    def listed(q: Tensor, k: Tensor, v: Tensor, backend: str, *given: Any, **options: Any) -> Tensor:
         called.append(backend)
-        return kept(q, k, v, backend, scale)
+        return kept(q, k, v, backend, *given, **options)
 
     monkeypatch.setattr(layer, "attention_by_torch", listed)
     yield called
     tuned.forget()
+    choice.forget()
 
 
 def results(comm: Communicator, seq: int = SEQ, **options: Any) -> list[Tensor]:
@@ -53,16 +57,17 @@ def results(comm: Communicator, seq: int = SEQ, **options: Any) -> list[Tensor]:
     return [y.detach(), *(of.grad for of in (x, *made.parameters()) if of.grad is not None)]
 
 
+@pytest.mark.parametrize("norm", [None, RMSNorm, OffsetRMSNorm, LayerNorm])
 @pytest.mark.parametrize("scores", [None, Scores(None), Scores(None, scale=0.3)], ids=["rotated", "plain", "scaled"])
 def test_torchs_attention_has_the_same_numbers(
-    scores: Scores | None, calls: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scores: Scores | None, norm: type[Norm] | None, calls: list[str]
 ) -> None:
-    by_torch = results(Communicator(None), scores=scores)
+    """Heads normed and rotated in one pass, or a norm that this pass does not have before it."""
+    by_torch = results(Communicator(None), scores=scores, head_norm=norm)
     assert calls == ["math"]
-    (tmp_path / "cpu.json").unlink()
-    tuned.forget()
-    ours = results(Communicator(None), scores=scores)
-    assert calls == ["math"] and len(ours) == len(by_torch) == 6
+    ours = results(Communicator(None), scores=scores, head_norm=norm, whose="ours")
+    num_norms = 0 if norm is None else 4 if norm is LayerNorm else 2
+    assert calls == ["math"] and len(ours) == len(by_torch) == 6 + num_norms
     for got, want in zip(by_torch, ours, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 

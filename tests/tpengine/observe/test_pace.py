@@ -41,6 +41,14 @@ def test_a_held_out_loss_is_said_once() -> None:
     assert [line.split()[1] for line in said.splitlines()[:-1]] == ["1/4", "2/4", "2/4", "3/4", "4/4"]
 
 
+def test_mfu_is_said_in_both_ways_of_counting() -> None:
+    """Over the wall time, as tokens/s are: this row took twice as long as its step."""
+    console = Console(file=io.StringIO(), width=200)
+    with ProgressLine(console, 1) as progress:
+        progress.update(row(1, 2.0) | {"mfu_attention_causal": 0.994, "mfu_attention_full": 1.132})
+    assert "4 tokens/s  MFU 49.7% (attention whole 56.6%)" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_the_end_says_what_is_next(tmp_path: Path) -> None:
     console, run_dir = Console(file=io.StringIO(), width=200), tmp_path / "my run"
     run_dir.mkdir()

@@ -29,6 +29,7 @@ from tpengine.observe.wandb_run import WandbRun
 from tpengine.simulate.machine import machine_on
 from tpengine.simulate.modelled.memory import memory_of
 from tpengine.training.phase_parts import PhasePart
+from tpengine.training.run.attention_taken import attention_taken
 from tpengine.training.run.job import Job
 from tpengine.training.trainer import RunError, Trainer
 from tpengine.training.update.picture import draw_learning_rate
@@ -86,7 +87,8 @@ def _say_what_will_happen(
 ) -> None:
     config, device = trainer.config, trainer.device
     exchange = trainer.comms.describe(trainer.mailbox)
-    show_plan(console, config, trainer.layout, trainer.plan, device, exchange, run_dir, job.shared_cores)
+    attention = attention_taken(trainer.run_config, device)
+    show_plan(console, config, trainer.layout, trainer.plan, device, exchange, run_dir, job.shared_cores, attention)
     if said := zero_in_words(config.parallel):
         console.print(said, markup=False, highlight=False, soft_wrap=True)
     for part in trainer.parts:

@@ -1,4 +1,4 @@
-"""Cases of fused operators between co-located ranks: the overlap benchmark, its bars alone, the host's time."""
+"""Cases of fused operators between co-located ranks: what they are made of, and the host's time of a call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from benchmarks.harness.still_gpu import why_not_still
 from benchmarks.harness.timing import Spread, interleave
 from benchmarks.launches import host_time
 from benchmarks.overlap.cases import GATHER, SCATTER, Operands
-from benchmarks.overlap.gpu import arenas_for, measure_on_gpu
+from benchmarks.overlap.co_located import arenas_for
 from benchmarks.overlap.ranks import (
     TIMEOUT_SECONDS,
     Clock,
@@ -39,12 +39,6 @@ from benchmarks.overlap.ways import Fused, Own, Reference, Way
 
 _GRAPH_TIMEOUT_SECONDS = 0.5
 _MODELS = {model.name: model for model in (*MODELS, REHEARSED)}
-
-
-def overlap(rows: Path, model: str, tokens: Sequence[int], ranks: int, rounds: int = 20) -> int:
-    """Check and measure the fused operators between co-located ranks; return 1 if a result is wrong."""
-    prepare_environment()
-    return measure_on_gpu([model], tokens, ranks, rounds, rows)
 
 
 def host(rows: Path, model: str, tokens: int, ranks: int, calls: int = 50, graph: bool = False) -> int:

@@ -51,6 +51,7 @@ def measure(
     rivals: Sequence[str] | None = None,
     direction: Sequence[Any] | None = None,
     cases: Sequence[str] | None = None,
+    batch: int = 1,
 ) -> int:
     """Check and measure operators as `benchmarks.run kernels` does; return 1 if a result is wrong."""
     options = kernels.Options(
@@ -58,6 +59,7 @@ def measure(
         cases=None if cases is None else tuple(cases),
         models=tuple(models),
         seqs=tuple(seqs),
+        batch=batch,
         rounds=rounds,
         rivals=kernels.Options.rivals if rivals is None else tuple(rivals),
         direction=kernels.Options.direction if direction is None else tuple(direction),

@@ -1,0 +1,145 @@
+"""The cases that run first: what decides the next work, in the order of what it decides, as plain data. No torch.
+
+Each has the seconds that it is expected to take on a GPU that has compiled nothing yet; no GPU has run them. Together
+they take nine and a half minutes: where there is less time, the last ones are left for the next start.
+
+    steps, host                         whether anything else matters
+    products, attention, blocks         what training takes by default on this kind of GPU
+    a block as graphs                   what graphs would bring
+    tests                               whether what won may be switched on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.declared import FIRST_PHASE, Case
+
+CASES = "benchmarks.gpu.cases"
+# What every test imports, and what the trainer does; neither needs what the command line does.
+TESTS = ("pytest", "hypothesis", "xdist")
+TRAINING = ("numpy",)
+# What a micro-batch of llama_1b has.
+_BATCH = 4
+_BACKENDS = ["sdpa_flash", "sdpa_flash_deterministic", "sdpa_cudnn"]
+
+
+def decisive(out: Path) -> list[Case]:
+    """Return the cases.
+
+    Args:
+        out: where files besides rows are written.
+    """
+    return [
+        _families(),
+        *_steps(),
+        _tiles("llama_1b", ["wgrad", "alone"], 35, out),
+        *_attention(out),
+        _case("graph/block", 20, "block:as_graphs", preset="llama_1b", needs=TRAINING),
+        _tiles("llama3_8b", ["forward"], 15, out),
+        *_tests(),
+        _case("norm_backward/llama_1b", 15, "kernels.between:norm_backward", model="llama_1b", tokens=8192),
+        _gates(out),
+        _case("blocks", 15, "kernels.blocks:measure", model="llama_1b", tokens=8192),
+    ]
+
+
+def _case(
+    name: str,
+    seconds: float,
+    function: str,
+    needs: tuple[str, ...] = (),
+    limit_seconds: float | None = None,
+    **arguments: Any,
+) -> Case:
+    # Its place says what it is worth.
+    return Case(name, FIRST_PHASE, 0.0, seconds, f"{CASES}.{function}", arguments, needs, limit_seconds=limit_seconds)
+
+
+def _families() -> Case:
+    """Every family of kernels once, small, in one process: what is wrong here need not be timed."""
+    families = {
+        "rms_norm": "norm",
+        "swiglu": "activation",
+        "rope": "rope",
+        "dropout": "dropout",
+        "embedding": "embedding",
+        "adamw": "adamw",
+        "matmul_qkv": "matmul",
+        "wgrad_accumulated": "matmul",
+        "attention": "attention",
+        "attention_qkv": "attention",
+        "cross_entropy": "cross_entropy",
+        "linear_cross_entropy": "linear_cross_entropy",
+    }
+    return _case("smoke/families", 25, "kernels.operators:smoke", families=families, model="llama3_8b", seq=512)
+
+
+def _steps() -> list[Case]:
+    def step(name: str, seconds: float, function: str, **arguments: Any) -> Case:
+        return _case(f"train/{name}", seconds, f"training:{function}", TRAINING, preset="llama_1b", **arguments)
+
+    return [
+        # The first one may wait for the compiler.
+        step("own_step/ours", 25, "own_step", limit_seconds=150, steps=8, attention="ours"),
+        step("own_step/torch", 25, "own_step", limit_seconds=150, steps=8, attention="torch"),
+        step("against_torch", 75, "against_torch", steps=8),
+        step("host_time", 25, "host_time", steps=10, depths=[1, 3], micro_batches=[1, 2]),
+    ]
+
+
+def _tiles(model: str, kinds: Sequence[str], seconds: float, out: Path) -> Case:
+    """Tiles of the products as training launches them, beside cuBLAS."""
+    arguments = {"model": model, "tokens": [8192], "kinds": kinds, "copy": str(out)}
+    return _case(f"tiles/{model}/8192/{'_'.join(kinds)}", seconds, "kernels.tiles:tune", **arguments)
+
+
+def _gates(out: Path) -> Case:
+    """Gate, up and their activation in one kernel, beside torch.mm and a kernel behind it."""
+    arguments = {"model": "llama_1b", "tokens": [8192], "kinds": ["silu", "gelu_tanh"], "copy": str(out)}
+    return _case("gates/llama_1b", 15, "kernels.between:gates", **arguments)
+
+
+def _attention(out: Path) -> list[Case]:
+    """Attention at a micro-batch's number of sequences, and configurations of our two kernels."""
+    sizes = {"llama_1b": (2048,), "llama3_8b": (4096, 8192)}
+
+    def against(model: str, seconds: float) -> Case:
+        how: dict[str, Any] = {"ops": ["attention"], "cases": ["attention"], "rivals": _BACKENDS, "rounds": 10}
+        how |= {"direction": ["forward", "backward"], "models": [model], "seqs": sizes[model], "batch": _BATCH}
+        return _case(f"attention/micro_batch/{model}", seconds, "kernels.operators:measure", **how)
+
+    def choice(model: str, seconds: float) -> Case:
+        how: dict[str, Any] = {"model": model, "seqs": sizes[model], "batch": _BATCH, "copy": str(out)}
+        return _case(f"attention_choice/{model}", seconds, "kernels.attention:choose", TRAINING, **how)
+
+    def configs(model: str, seq: int) -> Case:
+        how: dict[str, Any] = {"model": model, "seq": seq, "batch": _BATCH}
+        return _case(f"attention_configs/{model}", 20, "kernels.attention_configs:measure", **how)
+
+    return [
+        choice("llama_1b", 10),
+        against("llama_1b", 8),
+        choice("llama3_8b", 10),
+        against("llama3_8b", 12),
+        configs("llama_1b", 2048),
+        configs("llama3_8b", 4096),
+    ]
+
+
+def _tests() -> list[Case]:
+    """The tests of what may be switched on: attention with torch's, products, rows; each fused kind once, in graphs."""
+
+    def tests(name: str, seconds: float, chosen: str, *paths: str, needs: tuple[str, ...] = ()) -> Case:
+        return _case(f"tests/{name}", seconds, "tests:run", (*TESTS, *needs), paths=paths, chosen=chosen)
+
+    ops, layers = "tests/kernels/ops", "tests/tpengine/layers"
+    rows = [f"{ops}/test_{name}.py" for name in ("norm", "adamw", "rope", "activation", "embedding", "dropout")]
+    return [
+        tests("attention", 60, "[gpu", f"{ops}/attention", f"{layers}/test_torch_attention.py", needs=TRAINING),
+        tests("matmul", 50, "[gpu or tuned_tile", f"{ops}/test_matmul.py", f"{ops}/test_tuned.py"),
+        tests("rows", 60, "[gpu", *rows, f"{ops}/cross_entropy"),
+        tests("fused_kinds", 60, "each_kind and cuda-2", "tests/kernels/fused/test_cuda_calls.py"),
+    ]
