@@ -173,7 +173,7 @@ ARCHITECTURES = [(name, packed) for name in BUILT_IN for packed in (False, True)
 
 
 def of_architecture(name: str, device: str, dtype: torch.dtype, whose: Whose, packed: bool) -> list[Tensor]:
-    """The output and every gradient of the first layer's attention; varlen_attn of torch 2.11 has no groups of heads."""
+    """The output and every gradient of the first layer; without groups, which torch 2.11's varlen_attn has not."""
     windows = (100, 0) if name == "gemma3" else ()
     details = ModelDetails(windows=windows, max_positions=GPU_SEQ * (name == "gpt2"))
     model = ModelConfig(architecture=name, hidden_size=256, num_heads=4, num_kv_heads=4, num_layers=2, details=details)
