@@ -21,6 +21,9 @@ from tpkernels.ops.activation import launch_activation, launch_activation_backwa
 from tpkernels.ops.adamw import launch_adamw_
 from tpkernels.ops.attention.forward import launch_attention
 from tpkernels.ops.attention.gradient.backward import launch_attention_backward
+from tpkernels.ops.attention.prepare import Heads, Rotary, Weights
+from tpkernels.ops.attention.prepare.backward import launch_prepare_backward
+from tpkernels.ops.attention.prepare.forward import launch_prepare
 from tpkernels.ops.attention.problem import Options, Sides, Tables
 from tpkernels.ops.cross_entropy.kernel import launch_cross_entropy_gradient_, launch_cross_entropy_partials
 from tpkernels.ops.dropout_kernel import launch_dropout
@@ -112,6 +115,30 @@ def _rope(sizes: Sizes = EVERY) -> None:
                 for interleaved in (False, True):
                     for positions in (None, packed):
                         launch_rope(x, table, table, positions, interleaved, False)
+
+
+def _prepare_heads(sizes: Sizes = EVERY) -> None:
+    """Launch for what is rotated and not, normed and not, by places and by positions."""
+    for dtype in sizes.dtypes:
+        for model in sizes.models:
+            table = _empty(SEQUENCES[0], model.head_size // 2, dtype=torch.float32)
+            packed = _empty(SEQUENCES[0], dtype=torch.int32)
+            weight = _empty(model.head_size, dtype=dtype)
+            qkv = _empty(SEQUENCES[0], (model.heads + 2 * model.kv_heads) * model.head_size, dtype=dtype)
+            # Partial rotation is of a quarter of the columns.
+            part = _empty(SEQUENCES[0], model.head_size // 8, dtype=torch.float32)
+            plain, normed = Weights(), Weights(weight, weight)
+            whole, placed = Rotary(table, table), Rotary(table, table, packed)
+            for rotary, weights, interleaved in (
+                *((of, weights, False) for of in (Rotary(), whole, placed) for weights in (plain, normed)),
+                (whole, plain, True),
+                (whole, normed, True),
+                (Rotary(part, part), normed, False),
+            ):
+                heads = Heads(1, model.heads, model.kv_heads, interleaved, False, 1e-6, 1.0)
+                q, k, _ = launch_prepare(qkv, heads, rotary, weights, copies_v=weights.q is None)
+                x = None if weights.q is None else qkv
+                launch_prepare_backward((q, k, k), x, heads, rotary, weights)
 
 
 def _embedding(sizes: Sizes = EVERY) -> None:
@@ -280,6 +307,7 @@ LAUNCHES: Mapping[str, Callable[..., None]] = MappingProxyType(
         "dropout": _dropout,
         "matmul": _matmul,
         "norm": _norm,
+        "prepare_heads": _prepare_heads,
         "embedding": _embedding,
         "adamw": _adamw,
         "rope": _rope,

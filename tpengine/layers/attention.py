@@ -27,7 +27,6 @@ from tpengine.layers.rows.cache import KeyValueCache, Rows, length_of
 from tpengine.layers.rows.documents import Documents
 from tpengine.layers.torch_attention import attend_by_torch
 
-
 # Tokens of sequences that torch's attention is faster for, by rule.
 _LONG = 4096
 

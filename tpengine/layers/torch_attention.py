@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tpkernels.ops.attention.by_torch import attention_by_torch
-from tpkernels.ops.attention.prepare import prepare_backward, prepare_forward
-from tpkernels.ops.attention.prepare_kernel import Heads, Rotary, Weights
+from tpkernels.ops.attention.prepare import Heads, Rotary, Weights, prepare_backward, prepare_forward
 
 from tpengine.layers.gradient_sink import check_reaches, total_of
 from tpengine.layers.norm import Norm
@@ -93,7 +92,8 @@ def attend_by_torch(
         parts = qkv.unflatten(0, (batch, -1)).unflatten(2, (-1, heads.head_size(qkv)))
         q, k, v = parts.split([num_heads, num_kv_heads, num_kv_heads], dim=2)
     else:
-        q, k, v = _prepared(qkv, heads, Rotary(*tables, None if documents is None else documents.places), head_norms)
+        places = None if documents is None or tables[0] is None else documents.places
+        q, k, v = _prepared(qkv, heads, Rotary(tables[0], tables[1], places), head_norms)
     packed: dict[str, Any] = {} if documents is None else {"starts": documents.starts, "longest": documents.seq}
     return attention_by_torch(q, k, v, backend, scale, window=window, **packed).reshape(len(qkv), -1)
 

@@ -7,13 +7,16 @@ FlashAttention 2, or 3 or 4 where torch.nn.attention.activate_flash_attention_im
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
-from tpkernels.ops.attention.choice import varlen_attn
+# Its signature differs between versions of torch: choice.py has looked at it.
+_varlen: Callable[..., Tensor] = varlen_attn  # type: ignore[assignment]
 
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -49,8 +52,7 @@ def attention_by_torch(
         if starts is None:
             starts, longest = _starts_of(q.shape[0], q.shape[1], q.device), q.shape[1]
         options = {"enable_gqa": True} if groups else {}
-        assert varlen_attn is not None
-        y = varlen_attn(
+        y = _varlen(
             *(of.flatten(0, 1) for of in (q, k, v)),
             starts,
             starts,
@@ -61,8 +63,7 @@ def attention_by_torch(
             window_size=(-1 if window is None else window - 1, 0),
             **options,
         )
-        attended: Tensor = y.view(q.shape)
-        return attended
+        return y.view(q.shape)
     assert window is None and starts is None, backend
     q, k, v = (of.transpose(1, 2) for of in (q, k, v))
     with sdpa_kernel(_BACKENDS[backend]):

@@ -22,14 +22,10 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 from tpkernels.launch import Target, constant_while_traced, target_of
 from tpkernels.ops.matmul.tuned import OURS, path_for, tuned_attention
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch has none before 2.10
-    varlen_attn = None
 
 Whose = Literal["auto", "ours", "torch"]
 WHOSE: tuple[Whose, ...] = ("auto", "ours", "torch")
@@ -289,15 +285,11 @@ def _not_varlens(problem: Problem, gpu: Gpu) -> str:
             f"FlashAttention is for heads of 8, 16, ... {_MOST_COLUMNS} from sm_80 on: heads of {problem.head_size} on "
             f"sm_{gpu.target.arch}"
         )
-    known = _parameters_of_varlen()
+    known = frozenset(inspect.signature(varlen_attn).parameters)
     needed = {"window_size", "scale"} | ({"enable_gqa"} if problem.heads != problem.kv_heads else set())
     if missing := sorted(needed - known):
         return f"varlen_attn of torch {torch.__version__} has no {' and no '.join(missing)}"
     return ""
-
-
-def _parameters_of_varlen() -> frozenset[str]:
-    return frozenset() if varlen_attn is None else frozenset(inspect.signature(varlen_attn).parameters)
 
 
 @functools.cache

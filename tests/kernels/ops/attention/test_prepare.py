@@ -13,8 +13,8 @@ from support.kernels.precision import check_errors, with_gaps, with_longer_rows
 from support.kernels.rungs import Rung, every_grid_of_rows, every_rung
 from torch import Tensor
 from tpkernels.launch import accumulation_dtype
-from tpkernels.ops.attention.prepare import prepare_heads, prepare_heads_op, prepare_heads_reference
-from tpkernels.ops.attention.prepare_kernel import Heads, Rotary, Weights
+from tpkernels.ops.attention.prepare import Heads, Rotary, Weights, prepare_heads
+from tpkernels.ops.attention.prepare.operator import prepare_heads_op, prepare_heads_reference
 from tpkernels.ops.rope import rope_tables
 
 

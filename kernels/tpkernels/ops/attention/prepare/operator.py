@@ -31,7 +31,9 @@ from torch import Tensor
 from tpkernels.autocast import lowered
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.launch import accumulation_dtype, by_triton
-from tpkernels.ops.attention.prepare_kernel import Heads, Rotary, Weights, launch_prepare, launch_prepare_backward
+from tpkernels.ops.attention.prepare.backward import launch_prepare_backward
+from tpkernels.ops.attention.prepare.forward import launch_prepare
+from tpkernels.ops.attention.prepare.tiles import Heads, Rotary, Weights
 
 _MOST_COLUMNS = 256
 _INTEGERS = (torch.int32, torch.int64)
@@ -126,8 +128,8 @@ def _within(rotary: Rotary, x: Tensor) -> Rotary:
         least, most = positions.aminmax()
         if int(least) < 0 or int(most) >= len(cos):
             raise ValueError(
-                f"positions must be rows of the tables, 0 to {len(cos) - 1}: they are {int(least)} to {int(most)}: make "
-                "tables of more positions"
+                f"positions must be rows of the tables, 0 to {len(cos) - 1}: they are {int(least)} to {int(most)}: "
+                "make tables of more positions"
             )
     return rotary
 
