@@ -27,9 +27,9 @@ def document_of(
     """Return where the rows of program i_block are.
 
     That is (block within the document, first row, number of rows, first row on the other side, number of rows there,
-    document), where rows are queries and the other side is keys, or the reverse. The blocks of packed document d begin at block
-    start // BLOCK + d, so each document has at least as many blocks as it needs. A program finds its document by binary
-    search, and the host does not have to count blocks. Without p_starts, every sequence has `length` rows.
+    document), where rows are queries and the other side is keys, or the reverse. The blocks of packed document d begin
+    at block start // BLOCK + d, so each document has at least as many blocks as it needs. A program finds its document
+    by binary search, and the host does not have to count blocks. Without p_starts, every sequence has `length` rows.
     """
     first = 0
     other_first = 0

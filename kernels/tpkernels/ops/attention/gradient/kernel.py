@@ -175,7 +175,7 @@ def gradient_kernel(
             delta = tl.load(p_delta + o_statistics + o_query, mask=m_query, other=0.0)
             b_ds = (b_p * (b_dp - delta[None, :])).to(b_q.dtype)
             b_dk = dot(b_ds, b_q, b_dk)
-            # Keys as the left operand: each warp keeps its own columns of them, where mma.sync takes them from registers.
+            # With keys as the left operand a warp keeps only some columns of them, where registers hold operands.
             b_dq = tl.trans(dot(tl.trans(b_k), b_ds, tl.zeros([BLOCK_HEAD, BLOCK_QUERIES], tl.float32)))
             turn = i_block
             if WINDOWED:

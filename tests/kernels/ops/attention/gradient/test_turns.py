@@ -1,4 +1,4 @@
-"""Rung: interpreter. Turns at attention's dq: which item a program has, what it waits for, the same bits in any order.
+"""Rung: interpreter, pure (compiles). Turns at attention's dq: who waits for whom, and the same bits in any order.
 
 That the order holds where programs run at the same time, and that they see each other's adds, only a GPU shows. That
 every turn is the right one is also seen in test_attention.py: interpreted in order, a program whose turn has not come
@@ -7,19 +7,23 @@ raises.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from support.kernels.attention_cases import Case, attend, operands, outcome
+from support.kernels.compiled import codes_of
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from tpkernels.launch import jit, run, tl
+from tpkernels.ops.attention.gradient.backward import launch_attention_backward
 from tpkernels.ops.attention.gradient.kernel import _place
 from tpkernels.ops.attention.gradient.turns import await_turn, claim, pass_turn
+from tpkernels.ops.attention.problem import Options, Sides, Tables
 
 
 @jit
@@ -92,7 +96,7 @@ def gradients() -> list[Tensor]:
 
 
 def same_bits_in_turns(seed: int, waits: bool) -> bool:
-    """Whether gradients have the bits of programs that run in order, if they go on in an order that the seed decides."""
+    """Whether gradients have the bits of programs that run in order, where a seed decides who goes on."""
     from support.kernels.turns import Turns
     from tpkernels.ops.attention.gradient import kernel
 
@@ -113,3 +117,32 @@ def test_gradients_have_the_same_bits_in_any_order_of_programs(interpreters: Ran
     """And would not have without waiting."""
     assert all(interpreters.run(same_bits_in_turns, 1, seed, True)[0] for seed in range(2))
     assert not interpreters.run(same_bits_in_turns, 1, 0, False)[0]
+
+
+def launch_backward() -> None:
+    """Backward of heads of 64 columns in bfloat16, on tensors without memory."""
+    q = torch.empty(1, 4096, 4, 64, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(1, 4, 4096, device="meta")
+    options = Options(True, 0, 0.125, False, 0.0, ())
+    launch_attention_backward(q, q, q, q, q, lse, (q, q, q), Tables(None, None), Sides(None, None), options)
+
+
+def order_of_turns(code: str) -> list[str]:
+    """What a kernel's PTX does with turns and tiles, in order, repetitions left out."""
+    names = {
+        r"cp\.async\S*global": "load ahead",
+        r"red\.release\.gpu": "pass",
+        r"ld\.acquire\.gpu": "await",
+        r"(?:atom|red)\.global\S*f32": "add",
+    }
+    found = re.findall("|".join(names), code)
+    steps = [next(name for pattern, name in names.items() if re.fullmatch(pattern, text)) for text in found]
+    return [step for step, before in zip(steps, ["", *steps], strict=False) if step != before]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_turns_keep_their_order_where_loads_are_ahead(compilers: RankPool, target: str) -> None:
+    """The compiler moves loads before the turn, and neither the turn nor the adds."""
+    codes = compilers.run(codes_of, 1, target, launch_backward)[0]
+    (code,) = [code for code in codes if "ld.acquire.gpu" in code]
+    assert order_of_turns(code) == ["load ahead", "pass", "await", "add", "pass"]
