@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -116,7 +116,7 @@ def norm_backward(
         want, want_sums = launch_norm_backward(*given, config=BackwardConfig(num_stages=1))
         copied = torch.empty(work.memory_bytes // 2, dtype=torch.uint8, device=device)
         other = torch.empty_like(copied)
-        calls = {"copy": functools.partial(other.copy_, copied)}
+        calls: dict[str, Callable[[], object]] = {"copy": functools.partial(other.copy_, copied)}
         for config in configs:
             name = "x".join(map(str, config))
             dx, sums = launch_norm_backward(*given, config=config)
