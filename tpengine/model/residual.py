@@ -57,8 +57,8 @@ def normed(norm: Any, x: Tensor | Sum) -> tuple[Tensor, Tensor]:
             return y, total
         x = x + branch
     if _adds_inside(x) and x.requires_grad:
-        y, x = norm.beside(x)
-        return y, x
+        y, kept = norm.beside(x)
+        return y, kept
     return norm(x), x
 
 

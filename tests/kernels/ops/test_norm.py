@@ -233,7 +233,7 @@ def test_rows_of_several_blocks(rung: Rung) -> None:
 
 
 def check_ways_through_rows(device: str) -> None:
-    """How blocks are cut and loaded changes no bit of dx; how many are loaded ahead none of dw either."""
+    """How many blocks are loaded ahead changes no bit, how they are cut none but by the order of sums."""
     every = {name: tensor.detach() for name, tensor in operands(70, 40, torch.float16, device).items()}
     total, weight = every["x"], every["weight"]
     dy, dtotal = torch.randn(2, 70, 40, generator=torch.Generator().manual_seed(1)).to(device, torch.float16)
@@ -245,7 +245,7 @@ def check_ways_through_rows(device: str) -> None:
         assert torch.equal(other, dx) and torch.equal(others, sums)
     for config in (BackwardConfig(block_bytes=1), BackwardConfig(block_bytes=4096, most_programs=2)):
         other, others = launch_norm_backward(*given, config=config)
-        assert torch.equal(other, dx)
+        torch.testing.assert_close(other, dx)
         torch.testing.assert_close(others, sums)
 
 

@@ -129,7 +129,7 @@ class _ColumnParallel(torch.autograd.Function):
         return (dx, None, None, None, *(next(left) if is_trained else None for is_trained in are_trained))
 
 
-class _GatedColumnParallel(_ColumnParallel):
+class _GatedColumnParallel(torch.autograd.Function):
     """Local shapes: x[T, D], w = (w_gate, w_up)[F, D], y = (g, u)[T, 2F], h[T, F]; one rank has all tokens and columns.
 
     forward:  h = act(g) * u, (g, u) = x @ w.T         one kernel, the activation in its epilogue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -113,16 +113,19 @@ def norm_backward(
     for residual in (False, True):
         work = norm_backward_work(tokens, width, x.element_size(), residual=residual)
         given = (dy, dtotal if residual else None, x, x[0], mean, rstd, 1, False, False)
-        want, want_sums = launch_norm_backward(*given, config=BackwardConfig(num_stages=1))
+        want, want_sums = _wide_gradients(*given[:4], rstd)
+        plain, _ = launch_norm_backward(*given, config=BackwardConfig(num_stages=1))
+        unit = torch.finfo(dtype).eps * float(want.abs().max())
+        allowed = max(unit, 2 * float((plain.double() - want).abs().max()))
         copied = torch.empty(work.memory_bytes // 2, dtype=torch.uint8, device=device)
         other = torch.empty_like(copied)
-        calls = {"copy": functools.partial(other.copy_, copied)}
+        calls: dict[str, Callable[[], object]] = {"copy": functools.partial(other.copy_, copied)}
         for config in configs:
             name = "x".join(map(str, config))
             dx, sums = launch_norm_backward(*given, config=config)
-            # dx has no sums over rows: it is the same to the bit; dw's order may be another.
-            if not (torch.equal(dx, want) and torch.allclose(sums, want_sums, rtol=1e-4, atol=1e-2)):
-                write(rows, f"norm_backward/{model}/{name}", {}, "failed: other gradients than without prefetching")
+            error = float((dx.double() - want).abs().max())
+            if not (error <= allowed and torch.allclose(sums[0, 0].double(), want_sums, rtol=1e-3, atol=1e-2)):
+                write(rows, f"norm_backward/{model}/{name}", {}, f"failed: wrong by {error:.2g}, or its dw is")
                 is_wrong = True
                 continue
             calls[name] = functools.partial(launch_norm_backward, *given, config=config)
@@ -137,6 +140,16 @@ def norm_backward(
             }
             write(rows, f"norm_backward/{model}/residual_{int(residual)}/{name}", fields)
     return int(is_wrong)
+
+
+def _wide_gradients(
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return dx and dw of RMSNorm in float64."""
+    h, wide = total.double() * rstd.double()[:, None], dy.double()
+    g = wide * weight.double()
+    dx = (g - h * (g * h).mean(1, keepdim=True)) * rstd.double()[:, None]
+    return dx if dtotal is None else dx + dtotal.double(), (wide * h).sum(0)
 
 
 def _projection(model: Model, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:

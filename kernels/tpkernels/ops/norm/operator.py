@@ -309,7 +309,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5)
     Raises:
         ValueError: shapes that do not fit.
 
-    Cost: forward reads x and residual, writes y and total: four passes, where two operators need five.
+    Cost: forward reads x and residual, writes y and total: four passes, where two operators need five. Backward reads
+    dy, total and its other gradient, writes dx: four, where a norm and an addition need six.
     Numerics: as rms_norm of total as stored.
 
     """
