@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +19,7 @@ import pytest
 
 from support.ranks.standstill import Standstill
 
-# The functions, as a kernel's module knows them, around which the turn changes.
+# The functions, as a kernel's module knows them, around which the turn changes: those of the fused kernels.
 STEPS = ("claim", "count_done", "notify", "wait", "finish", "add_own")
 
 
@@ -28,11 +28,12 @@ class Turns:
 
     Args:
         seed: of the order, another for each rank. It also decides at what share of the steps the turn changes.
-        standstill: entered. Time passes only while all programs of the rank that are left wait in vain.
+        standstill: entered. Time passes only while all programs of the rank that are left wait in vain. None where no
+            kernel asks for the time.
         share: of the steps at which the turn changes; default by the seed.
     """
 
-    def __init__(self, seed: int, standstill: Standstill, share: float | None = None) -> None:
+    def __init__(self, seed: int, standstill: Standstill | None, share: float | None = None) -> None:
         from tpkernels.symmetric import signals_kernel
 
         self._random = random.Random(seed)
@@ -48,8 +49,8 @@ class Turns:
         self._errors: list[BaseException] = []
 
     @contextlib.contextmanager
-    def of(self, module: ModuleType) -> Iterator[None]:
-        """Let the programs of a module's kernels take turns."""
+    def of(self, module: ModuleType, steps: Sequence[str] = STEPS) -> Iterator[None]:
+        """Let the programs of a module's kernels take turns, around its functions of these names."""
         from tpkernels.symmetric import signals_kernel
         from triton.runtime import interpreter
 
@@ -64,7 +65,7 @@ class Turns:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(interpreter, "GridExecutor", executor_in_turns)
             patch.setattr(signals_kernel, "_now_ns", self._time)
-            for name in STEPS:
+            for name in steps:
                 patch.setattr(module, name, self._step(getattr(module, name)))
             yield
 
@@ -85,6 +86,12 @@ class Turns:
     def until_others_end(self) -> None:
         """Keep the program that calls this back until all others have ended."""
         while len(self._left) > 1:
+            self._change(1.0)
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Keep the program that calls this back until a condition holds, which another must bring about."""
+        while not holds():
+            assert len(self._left) > 1, "the last program waits, and nobody is left whom it could wait for"
             self._change(1.0)
 
     def _whole(self, i: int, program: Callable[[], None]) -> None:
@@ -129,6 +136,7 @@ class Turns:
 
     def _time(self) -> int:
         """Return the time to a program that has polled in vain, after others have had their turn."""
+        assert self._standstill is not None
         me, state = self._turn, self._standstill.state()
         if self._seen.get(me) == state:
             self._in_vain[me] = state

@@ -18,6 +18,8 @@ costs besides: dq in float32 is zeroed, and read once to get its scale and dtype
 from __future__ import annotations
 
 import bisect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tpkernels.launch import Target
@@ -68,6 +70,17 @@ GRADIENT: _Table = {
 }
 
 
+# Compiled for sm_90 and sm_100 without spills.
+_WORTH_TIMING: Mapping[tuple[str, int], tuple[Config, ...]] = MappingProxyType(
+    {
+        ("forward", 64): (Config(128, 64, 4, 3), Config(128, 64, 4, 2), Config(128, 128, 8, 2), Config(128, 64, 8, 3)),
+        ("forward", 128): (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(128, 128, 8, 2), Config(64, 64, 4, 3)),
+        ("gradient", 64): (Config(64, 128, 8, 2), Config(64, 64, 4, 2), Config(64, 64, 8, 2)),
+        ("gradient", 128): (Config(64, 64, 8, 2), Config(64, 64, 8, 1), Config(32, 128, 8, 2)),
+    }
+)
+
+
 def config_of(table: _Table, width: int, item_bytes: int, drops: bool, target: Target) -> Config:
     """Return the entry for heads of `width` columns; a target in between uses the next lower one.
 
@@ -77,6 +90,19 @@ def config_of(table: _Table, width: int, item_bytes: int, drops: bool, target: T
         drops = True
     of_targets = table.get((max(64, width), item_bytes, drops)) or table[128, item_bytes, drops]
     return of_targets[_place(target)]
+
+
+def candidates(kernel: str, width: int, target: Target) -> tuple[Config, ...]:
+    """Return what is worth timing on a target for 16-bit heads of `width` columns, the entry that is taken first.
+
+    Args:
+        kernel: "forward" or "gradient".
+        width: as of `config_of`.
+        target: of sm_90 and sm_100 there are several, of others one.
+    """
+    taken = config_of({"forward": FORWARD, "gradient": GRADIENT}[kernel], width, 2, False, target)
+    others = _WORTH_TIMING.get((kernel, max(64, width)), ()) if target.backend == "cuda" and _place(target) else ()
+    return taken, *(config for config in others if config != taken)
 
 
 def _place(target: Target) -> int:

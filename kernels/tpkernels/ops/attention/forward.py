@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tpkernels.launch import LOG2_E, dot, jit, run, target_of, tl
 from tpkernels.ops.attention.configs import FORWARD, Config, config_of
+from tpkernels.ops.attention.operands import are_described, operand
 from tpkernels.ops.attention.problem import (
     NOT_SPECIALIZED,
     Options,
@@ -30,9 +31,9 @@ from tpkernels.ops.attention.tiles import document_of, kept, key_range, load_row
 
 @jit(do_not_specialize=NOT_SPECIALIZED)
 def _attention_kernel(
-    p_q: tl.tensor,
-    p_k: tl.tensor,
-    p_v: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
     p_query_starts: tl.tensor,
     p_key_starts: tl.tensor,
     p_y: tl.tensor,
@@ -59,6 +60,7 @@ def _attention_kernel(
     seed: tl.int64,
     counter2: tl.int32,
     counter3: tl.int32,
+    BY_TMA: tl.constexpr,
     NUM_HEADS_PER_GROUP: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_HEAD: tl.constexpr,
@@ -84,11 +86,14 @@ def _attention_kernel(
     o_query = i_block * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
     m_query = o_query < query_length
     i_group = i_head // NUM_HEADS_PER_GROUP
-    p_q += i_batch * stride_q_batch + first_query * stride_q + i_head * stride_q_head
-    p_k += i_batch * stride_k_batch + first_key * stride_k + i_group * stride_k_head
-    p_v += i_batch * stride_v_batch + first_key * stride_v + i_group * stride_v_head
+    if not BY_TMA:
+        q += i_batch * stride_q_batch + first_query * stride_q + i_head * stride_q_head
+        k += i_batch * stride_k_batch + first_key * stride_k + i_group * stride_k_head
+        v += i_batch * stride_v_batch + first_key * stride_v + i_group * stride_v_head
     # [BLOCK_QUERIES, BLOCK_HEAD]
-    b_q = load_rows(p_q, i_block * BLOCK_QUERIES, query_length, stride_q, HEAD, BLOCK_HEAD, BLOCK_QUERIES)
+    b_q = load_rows(
+        q, i_batch, i_head, i_block * BLOCK_QUERIES, query_length, stride_q, BY_TMA, HEAD, BLOCK_HEAD, BLOCK_QUERIES
+    )
     row = (i_batch * num_row_heads + first_row_head + i_head) * num_queries + first_query + o_query
     b_y = tl.zeros([BLOCK_QUERIES, BLOCK_HEAD], tl.float32)
     b_max = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
@@ -98,7 +103,7 @@ def _attention_kernel(
     )
     for i_key in tl.range(begin, end, BLOCK_KEYS):
         # [BLOCK_KEYS, BLOCK_HEAD]
-        b_k = load_rows(p_k, i_key, key_length, stride_k, HEAD, BLOCK_HEAD, BLOCK_KEYS)
+        b_k = load_rows(k, i_batch, i_group, i_key, key_length, stride_k, BY_TMA, HEAD, BLOCK_HEAD, BLOCK_KEYS)
         b_s = dot(b_q, tl.trans(b_k), tl.zeros([BLOCK_QUERIES, BLOCK_KEYS], tl.float32))
         if (i_key < full_begin) | (i_key >= full_end):
             o_key = i_key + tl.arange(0, BLOCK_KEYS)
@@ -116,7 +121,7 @@ def _attention_kernel(
             m_keep = kept(row, i_key, groups_per_row, seed, counter2, counter3, THRESHOLD, BLOCK_KEYS)
             b_p = tl.where(m_keep, b_p, 0.0)
         # [BLOCK_KEYS, BLOCK_HEAD]
-        b_v = load_rows(p_v, i_key, key_length, stride_v, HEAD, BLOCK_HEAD, BLOCK_KEYS)
+        b_v = load_rows(v, i_batch, i_group, i_key, key_length, stride_v, BY_TMA, HEAD, BLOCK_HEAD, BLOCK_KEYS)
         b_y = dot(b_p.to(b_v.dtype), b_v, b_y * shrink[:, None])
     # A query that sees no key has y = 0 and lse = -inf.
     b_y = b_y * (KEEP_SCALE / tl.where(b_sum == 0.0, 1.0, b_sum))[:, None]
@@ -142,12 +147,13 @@ def launch_attention(
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     meta = constants(q, k, options)
     config = config or config_of(FORWARD, meta["BLOCK_HEAD"], q.element_size(), options.rate > 0, target_of(q))
+    described = are_described(target_of(q), sides, q, k, v)
     run(
         _attention_kernel,
         (num_blocks(q.shape[1], sides.query_starts, config.block_queries), q.shape[2], q.shape[0]),
-        q,
-        k,
-        v,
+        operand(q, config.block_queries, meta["BLOCK_HEAD"], described),
+        operand(k, config.block_keys, meta["BLOCK_HEAD"], described),
+        operand(v, config.block_keys, meta["BLOCK_HEAD"], described),
         *sides,
         y,
         lse,
@@ -158,6 +164,7 @@ def launch_attention(
         options.scale * LOG2_E,
         options.window,
         *dropout_numbers(k, options),
+        BY_TMA=described,
         **meta,
         **config.options,
     )

@@ -27,9 +27,9 @@ def document_of(
     """Return where the rows of program i_block are.
 
     That is (block within the document, first row, number of rows, first row on the other side, number of rows there,
-    document), where rows are queries and the other side is keys, or the reverse. The blocks of packed document d begin at block
-    start // BLOCK + d, so each document has at least as many blocks as it needs. A program finds its document by binary
-    search, and the host does not have to count blocks. Without p_starts, every sequence has `length` rows.
+    document), where rows are queries and the other side is keys, or the reverse. The blocks of packed document d begin
+    at block start // BLOCK + d, so each document has at least as many blocks as it needs. A program finds its document
+    by binary search, and the host does not have to count blocks. Without p_starts, every sequence has `length` rows.
     """
     first = 0
     other_first = 0
@@ -52,18 +52,31 @@ def document_of(
 @jit
 def load_rows(
     x: tl.tensor,
+    i_batch: tl.tensor,
+    i_head: tl.tensor,
     i_row: tl.tensor,
     end: tl.tensor,
     stride: tl.int64,
+    BY_TMA: tl.constexpr,
     HEAD: tl.constexpr,
     BLOCK_HEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Load BLOCK rows of one head from i_row on; rows from `end` on, and columns beyond the head, are 0."""
-    o_row = i_row + tl.arange(0, BLOCK)
-    o_head = tl.arange(0, BLOCK_HEAD)
-    m_inside = (o_row < end)[:, None] & (o_head < HEAD)[None, :]
-    return tl.load(x + o_row[:, None] * stride + o_head[None, :], mask=m_inside, other=0.0)
+    """Load BLOCK rows of one head from i_row on; rows from `end` on, and columns beyond the head, are 0.
+
+    x is what operands.py makes: a descriptor of [B, heads, rows, HEAD], whose sequences end at `end`, or a pointer to
+    row 0 of the head.
+    """
+    if BY_TMA:
+        # [BLOCK, BLOCK_HEAD]
+        b_x = tl.reshape(x.load([i_batch.to(tl.int32), i_head.to(tl.int32), i_row, 0]), [BLOCK, BLOCK_HEAD])
+    else:
+        o_row = tl.arange(0, BLOCK)
+        o_head = tl.arange(0, BLOCK_HEAD)
+        m_inside = (o_row < end - i_row)[:, None] & (o_head < HEAD)[None, :]
+        # [BLOCK, BLOCK_HEAD]
+        b_x = tl.load(x + i_row * stride + (o_row[:, None] * stride + o_head[None, :]), mask=m_inside, other=0.0)
+    return b_x
 
 
 @jit

@@ -229,6 +229,37 @@ def compiled_for(batch: int, queries: int, keys: int, num_documents: int, seed: 
     return found
 
 
+def by_tma(t: Tensor, target: str | int = 90, starts: Tensor | None = None) -> set[bool]:
+    """Whether forward and backward read t[B, S, 6 heads, E] as q, k and v by TMA."""
+    found = set()
+    q, k, v = t.split([4, 1, 1], dim=2)
+    problem = (Tables(None, None), Sides(starts, starts), Options(True, 0, 0.1, False, 0.0, ()))
+
+    def look(*launch: Any) -> None:
+        found.update({launch[-1]["BY_TMA"]} if "BY_TMA" in launch[-1] else {})
+
+    with observed(Target("hip" if isinstance(target, str) else "cuda", target), look):
+        y, lse = launch_attention(q, k, v, *problem)
+        launch_attention_backward(y, q, k, v, y, lse, (q, k, v), *problem)
+    return found
+
+
+def test_what_is_read_by_tma() -> None:
+    """16-bit rows that begin at multiples of 16 bytes, each once, of sequences that end where the tensor ends."""
+    pytest.importorskip("triton")
+    t = torch.empty(2, 64, 6, 80, dtype=torch.bfloat16, device="meta")
+    assert by_tma(t) == by_tma(t, 100) == by_tma(t.transpose(1, 2).contiguous().transpose(1, 2)) == {True}
+    one = t[:1].as_strided((1, 64, 6, 80), (7, 480, 80, 1))  # whose first stride says nothing
+    assert by_tma(one) == {True}
+    assert by_tma(t, 80) == by_tma(t, "gfx942") == by_tma(t.float()) == {False}
+    assert by_tma(t[:1], starts=torch.empty(3, dtype=torch.int32, device="meta")) == {False}
+    assert (
+        by_tma(t[:, :1].expand(2, 64, 6, 80))
+        == by_tma(t.flatten(2)[..., 4:].unflatten(2, (-1, 2))[:, :, :6])
+        == {False}
+    )
+
+
 def _specialization(value: Any, is_left_alone: bool) -> Any:
     if not isinstance(value, int):
         return (value.dtype, value.storage_offset() * value.itemsize % 16) if isinstance(value, Tensor) else type(value)

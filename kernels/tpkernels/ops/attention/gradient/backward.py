@@ -21,6 +21,7 @@ from tpkernels.launch import LOG2_E, cdiv, jit, power_of_2, run, target_of, tl
 from tpkernels.ops.attention.configs import GRADIENT, Config, config_of
 from tpkernels.ops.attention.gradient.kernel import gradient_kernel
 from tpkernels.ops.attention.gradient.turns import arrivals_per_turn
+from tpkernels.ops.attention.operands import are_described, operand
 from tpkernels.ops.attention.problem import (
     Options,
     Sides,
@@ -161,13 +162,14 @@ def launch_attention_backward(
     if slots > 1:
         shape = (slots, batch, num_groups, k.shape[1], head)
         parts = [torch.empty(shape, dtype=torch.float32, device=q.device).transpose(2, 3) for _ in range(2)]
+    described = are_described(target, sides, q, k, v, dy)
     run(
         gradient_kernel,
         (blocks * columns,),
-        q,
-        k,
-        v,
-        dy,
+        operand(q, config.block_queries, meta["BLOCK_HEAD"], described),
+        operand(k, config.block_keys, meta["BLOCK_HEAD"], described),
+        operand(v, config.block_keys, meta["BLOCK_HEAD"], described),
+        operand(dy, config.block_queries, meta["BLOCK_HEAD"], described),
         *sides,
         lse,
         delta,
@@ -189,6 +191,7 @@ def launch_attention_backward(
         options.scale * LOG2_E,
         options.window,
         *dropout_numbers(k, options),
+        BY_TMA=described,
         ARRIVALS=arrivals_per_turn(target, config.num_warps),
         NUM_SLOTS=slots,
         **meta,

@@ -36,10 +36,10 @@ def _place(i_item: tl.tensor, num_blocks: tl.int32, num_columns: tl.int32, colum
 
 @jit(do_not_specialize=[*NOT_SPECIALIZED, "num_blocks", "num_tiles", "num_columns", "columns_at_a_time"])
 def gradient_kernel(
-    p_q: tl.tensor,
-    p_k: tl.tensor,
-    p_v: tl.tensor,
-    p_dy: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    dy: tl.tensor,
     p_query_starts: tl.tensor,
     p_key_starts: tl.tensor,
     p_lse: tl.tensor,
@@ -84,6 +84,7 @@ def gradient_kernel(
     seed: tl.int64,
     counter2: tl.int32,
     counter3: tl.int32,
+    BY_TMA: tl.constexpr,
     ARRIVALS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     NUM_HEADS_PER_GROUP: tl.constexpr,
@@ -115,12 +116,15 @@ def gradient_kernel(
         return
     o_key = i_key + tl.arange(0, BLOCK_KEYS)
     o_head = tl.arange(0, BLOCK_HEAD)
-    p_k += i_batch * stride_k_batch + first_key * stride_k + i_group * stride_k_head
-    p_v += i_batch * stride_v_batch + first_key * stride_v + i_group * stride_v_head
+    if not BY_TMA:
+        q += i_batch * stride_q_batch + first_query * stride_q
+        dy += i_batch * stride_dy_batch + first_query * stride_dy
+        k += i_batch * stride_k_batch + first_key * stride_k + i_group * stride_k_head
+        v += i_batch * stride_v_batch + first_key * stride_v + i_group * stride_v_head
     # [BLOCK_KEYS, BLOCK_HEAD]
-    b_k = load_rows(p_k, i_key, key_length, stride_k, HEAD, BLOCK_HEAD, BLOCK_KEYS)
+    b_k = load_rows(k, i_batch, i_group, i_key, key_length, stride_k, BY_TMA, HEAD, BLOCK_HEAD, BLOCK_KEYS)
     # [BLOCK_KEYS, BLOCK_HEAD]
-    b_v = load_rows(p_v, i_key, key_length, stride_v, HEAD, BLOCK_HEAD, BLOCK_KEYS)
+    b_v = load_rows(v, i_batch, i_group, i_key, key_length, stride_v, BY_TMA, HEAD, BLOCK_HEAD, BLOCK_KEYS)
     b_dk = tl.zeros([BLOCK_KEYS, BLOCK_HEAD], tl.float32)
     b_dv = tl.zeros([BLOCK_KEYS, BLOCK_HEAD], tl.float32)
     begin, full_begin, full_end, end = query_range(
@@ -135,8 +139,8 @@ def gradient_kernel(
         i_head = i_group * NUM_HEADS_PER_GROUP + i_slot * NUM_HEADS_PER_SLOT + i_member
         o_statistics = (i_batch * num_heads + i_head) * num_queries + first_query
         first_row = (i_batch * num_row_heads + first_row_head + i_head) * num_queries + first_query
-        p_head_q = p_q + i_batch * stride_q_batch + first_query * stride_q + i_head * stride_q_head
-        p_head_dy = p_dy + i_batch * stride_dy_batch + first_query * stride_dy + i_head * stride_dy_head
+        head_q = q if BY_TMA else q + i_head * stride_q_head
+        head_dy = dy if BY_TMA else dy + i_head * stride_dy_head
         p_turns = p_counters + 2 + (i_batch * num_heads + i_head) * num_tiles + first_tile
         # From the last query back: of a causal column all blocks then end at one time, and none waits for long.
         for i_seeing in tl.range(0, num_seeing):
@@ -144,7 +148,9 @@ def gradient_kernel(
             o_query = i_query + tl.arange(0, BLOCK_QUERIES)
             m_query = o_query < query_length
             # [BLOCK_QUERIES, BLOCK_HEAD]
-            b_q = load_rows(p_head_q, i_query, query_length, stride_q, HEAD, BLOCK_HEAD, BLOCK_QUERIES)
+            b_q = load_rows(
+                head_q, i_batch, i_head, i_query, query_length, stride_q, BY_TMA, HEAD, BLOCK_HEAD, BLOCK_QUERIES
+            )
             b_s = dot(b_k, tl.trans(b_q), tl.zeros([BLOCK_KEYS, BLOCK_QUERIES], tl.float32)) * scale
             # [BLOCK_QUERIES]
             lse = tl.load(p_lse + o_statistics + o_query, mask=m_query, other=0.0) * 1.4426950408889634
@@ -154,7 +160,9 @@ def gradient_kernel(
                 m_see = visible(o_query[None, :], o_key[:, None], query_length, key_length, window, CAUSAL, WINDOWED)
                 b_p = tl.where(m_see, b_p, 0.0)
             # [BLOCK_QUERIES, BLOCK_HEAD]
-            b_dy = load_rows(p_head_dy, i_query, query_length, stride_dy, HEAD, BLOCK_HEAD, BLOCK_QUERIES)
+            b_dy = load_rows(
+                head_dy, i_batch, i_head, i_query, query_length, stride_dy, BY_TMA, HEAD, BLOCK_HEAD, BLOCK_QUERIES
+            )
             b_dp = dot(b_v, tl.trans(b_dy), tl.zeros([BLOCK_KEYS, BLOCK_QUERIES], tl.float32))
             if THRESHOLD > 0:
                 row = first_row + o_query
@@ -167,7 +175,8 @@ def gradient_kernel(
             delta = tl.load(p_delta + o_statistics + o_query, mask=m_query, other=0.0)
             b_ds = (b_p * (b_dp - delta[None, :])).to(b_q.dtype)
             b_dk = dot(b_ds, b_q, b_dk)
-            b_dq = dot(tl.trans(b_ds), b_k, tl.zeros([BLOCK_QUERIES, BLOCK_HEAD], tl.float32))
+            # With keys as the left operand a warp keeps only some columns of them, where registers hold operands.
+            b_dq = tl.trans(dot(tl.trans(b_k), b_ds, tl.zeros([BLOCK_HEAD, BLOCK_QUERIES], tl.float32)))
             turn = i_block
             if WINDOWED:
                 # Earlier blocks, whose last key none of the tile's queries sees, do not come.
@@ -176,9 +185,11 @@ def gradient_kernel(
                 # Passed on only now, what was added to the tile before has arrived, and nobody waits for that.
                 pass_turn(p_passed, ARRIVALS)
                 await_turn(p_turns + i_query // BLOCK_QUERIES, turn, ARRIVALS)
-                o_dq = (o_statistics + o_query)[:, None] * HEAD + o_head[None, :]
+                # Offsets that are constants need no registers.
+                o_dq = tl.arange(0, BLOCK_QUERIES)[:, None] * HEAD + o_head[None, :]
                 m_dq = m_query[:, None] & (o_head < HEAD)[None, :]
-                tl.atomic_add(p_dq + o_dq, b_dq, mask=m_dq, sem="relaxed", scope="gpu")
+                p_tile = p_dq + (o_statistics + i_query) * HEAD
+                tl.atomic_add(p_tile + o_dq, b_dq, mask=m_dq, sem="relaxed", scope="gpu")
             p_passed = p_turns + i_query // BLOCK_QUERIES
     pass_turn(p_passed, ARRIVALS)
     m_inside = (o_key < key_length)[:, None] & (o_head < HEAD)[None, :]

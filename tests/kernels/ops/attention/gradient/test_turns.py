@@ -1,0 +1,148 @@
+"""Rung: interpreter, pure (compiles). Turns at attention's dq: who waits for whom, and the same bits in any order.
+
+That the order holds where programs run at the same time, and that they see each other's adds, only a GPU shows. That
+every turn is the right one is also seen in test_attention.py: interpreted in order, a program whose turn has not come
+raises.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from support.kernels.attention_cases import Case, attend, operands, outcome
+from support.kernels.compiled import codes_of
+from support.ranks.rank_pool import RankPool
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tpkernels.launch import jit, run, tl
+from tpkernels.ops.attention.gradient.backward import launch_attention_backward
+from tpkernels.ops.attention.gradient.kernel import _place
+from tpkernels.ops.attention.gradient.turns import await_turn, claim, pass_turn
+from tpkernels.ops.attention.problem import Options, Sides, Tables
+
+
+@jit
+def _note_place_kernel(
+    p_claims: tl.tensor,
+    p_places: tl.tensor,
+    num_blocks: tl.int32,
+    num_columns: tl.int32,
+    columns_at_a_time: tl.int32,
+) -> None:
+    """Note the block and the column of each item."""
+    i_item = claim(p_claims)
+    i_block, i_column = _place(i_item, num_blocks, num_columns, columns_at_a_time)
+    tl.store(p_places + 2 * i_item, i_block)
+    tl.store(p_places + 2 * i_item + 1, i_column)
+
+
+def places(num_blocks: int, num_columns: int, columns_at_a_time: int) -> list[tuple[int, int]]:
+    """(block, column) of each item, in the order of claims."""
+    num_items = num_blocks * num_columns
+    claims, noted = torch.zeros(1, dtype=torch.int32), torch.full((num_items, 2), -1, dtype=torch.int32)
+    sizes = (num_blocks, num_columns, columns_at_a_time)
+    run(_note_place_kernel, (num_items,), claims, noted, *sizes, num_warps=1)
+    return [(block, column) for block, column in noted.tolist()]
+
+
+SIZES = [(1, 1, 1), (4, 3, 1), (4, 3, 2), (3, 5, 5), (3, 5, 8), (5, 7, 3)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_items_wait_for_lower_ones_only(interpreters: RankPool, sizes: tuple[int, int, int]) -> None:
+    """Every block of every column is one item, behind the blocks before it; some columns are done before the next."""
+    num_blocks, num_columns, at_a_time = sizes
+    items = interpreters.run(places, 1, *sizes)[0]
+    number = {item: i for i, item in enumerate(items)}
+    assert sorted(number) == [(block, column) for block in range(num_blocks) for column in range(num_columns)]
+    assert all(number[block, column] < number[block + 1, column] for block, column in items if block + 1 < num_blocks)
+    groups = [column // at_a_time for _, column in items]
+    assert groups == sorted(groups)
+
+
+@jit
+def _take_turn_kernel(p_counter: tl.tensor, turn: tl.int32) -> None:
+    await_turn(p_counter, turn, 1)
+    pass_turn(p_counter, 1)
+
+
+def take_turns(*turns: int) -> int:
+    """How many passed, if these programs run one after another."""
+    counter = torch.zeros(1, dtype=torch.int32)
+    for turn in turns:
+        run(_take_turn_kernel, (1,), counter, turn, num_warps=1)
+    return int(counter)
+
+
+def test_a_turn_that_has_not_come_is_noticed(interpreters: RankPool) -> None:
+    assert interpreters.run(take_turns, 1, 0, 1, 2)[0] == 3
+    with pytest.raises(Exception, match="find that their turn has come"):
+        interpreters.run(take_turns, 1, 0, 2)
+
+
+def gradients() -> list[Tensor]:
+    """dq, dk, dv of two heads that share keys, and of a window, with four blocks of keys each or three."""
+    found = []
+    for case in (Case(50, 50, 2, 1, 16), Case(40, 40, 1, 1, 16, window=20)):
+        given = operands(case, torch.float32, "cpu")
+        dy = torch.randn(given["q"].shape, generator=torch.Generator().manual_seed(1))
+        found += outcome(lambda q, k, v, case=case: attend(case, q, k, v), dy, *given.values())[1:]
+    return found
+
+
+def same_bits_in_turns(seed: int, waits: bool) -> bool:
+    """Whether gradients have the bits of programs that run in order, where a seed decides who goes on."""
+    from support.kernels.turns import Turns
+    from tpkernels.ops.attention.gradient import kernel
+
+    expected = gradients()
+    turns = Turns(seed, standstill=None)
+
+    def await_in_turns(p_counter: Any, turn: Any, _: Any) -> None:
+        turns.until(lambda: not waits or bool(tl.load(p_counter) >= turn))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "await_turn", await_in_turns)
+        with turns.of(kernel, ("claim", "await_turn", "pass_turn")):
+            got = gradients()
+    return all(map(torch.equal, got, expected))
+
+
+def test_gradients_have_the_same_bits_in_any_order_of_programs(interpreters: RankPool) -> None:
+    """And would not have without waiting."""
+    assert all(interpreters.run(same_bits_in_turns, 1, seed, True)[0] for seed in range(2))
+    assert not interpreters.run(same_bits_in_turns, 1, 0, False)[0]
+
+
+def launch_backward() -> None:
+    """Backward of heads of 64 columns in bfloat16, on tensors without memory."""
+    q = torch.empty(1, 4096, 4, 64, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(1, 4, 4096, device="meta")
+    options = Options(True, 0, 0.125, False, 0.0, ())
+    launch_attention_backward(q, q, q, q, q, lse, (q, q, q), Tables(None, None), Sides(None, None), options)
+
+
+def order_of_turns(code: str) -> list[str]:
+    """What a kernel's PTX does with turns and tiles, in order, repetitions left out."""
+    names = {
+        r"cp\.async\S*global": "load ahead",
+        r"red\.release\.gpu": "pass",
+        r"ld\.acquire\.gpu": "await",
+        r"(?:atom|red)\.global\S*f32": "add",
+    }
+    found = re.findall("|".join(names), code)
+    steps = [next(name for pattern, name in names.items() if re.fullmatch(pattern, text)) for text in found]
+    return [step for step, before in zip(steps, ["", *steps], strict=False) if step != before]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_turns_keep_their_order_where_loads_are_ahead(compilers: RankPool, target: str) -> None:
+    """The compiler moves loads before the turn, and neither the turn nor the adds."""
+    codes = compilers.run(codes_of, 1, target, launch_backward)[0]
+    (code,) = [code for code in codes if "ld.acquire.gpu" in code]
+    assert order_of_turns(code) == ["load ahead", "pass", "await", "add", "pass"]
