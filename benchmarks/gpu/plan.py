@@ -218,9 +218,7 @@ def _prices() -> list[Case]:
 
 def _planner() -> list[Case]:
     planner = f"{CASES}.planner"
-    links = {"sizes_bytes": [1 << n for n in range(14, 27, 3)], "ranks": [2, 4, 8]}
     return [
-        Case("planner/links", "i", 45, 15, f"{planner}:links", links),
         Case("planner/launches", "i", 20, 8, f"{planner}:launches"),
         Case("planner/copies", "i", 20, 8, f"{planner}:copies", {"sizes_bytes": [1 << n for n in range(12, 31, 3)]}),
         Case("planner/matmul_rates", "i", 30, 10, f"{planner}:matmul_rates", {"sizes": [512, 2048, 8192]}),

@@ -106,6 +106,7 @@ def small_cases(work: Path) -> list[Case]:
             blocks=("kernels.blocks:measure", {"tokens": 9, **tiny}),
             publish=("kernels.fused:publish", {"tokens": [3], "hidden": 8, "rounds": 1}),
             own_bars=("kernels.fused:own_bars", bars),
+            launches=("planner:launches", {"calls": 1}),
         ),
         several(
             "on_host",
@@ -119,12 +120,6 @@ def small_cases(work: Path) -> list[Case]:
         ),
         case("compile_ahead", "kernels.ahead:compile_ahead", False, target="sm_90", processes=1, ops=["adamw"]),
         case("pulls", "kernels.protocol:pulls", True, ranks=2, calls=1, late=False),
-        several(
-            "planner",
-            True,
-            links=("planner:links", {"sizes_bytes": [64], "ranks": [1], "rounds": 1}),
-            launches=("planner:launches", {"calls": 1}),
-        ),
         case("machine", "predictions:machine", False, passes=1, tiny=True),
         case("layouts", "predictions:layouts", False, out=folder, preset="tiny", seq_len=16, minutes=5.0, **few),
         several(

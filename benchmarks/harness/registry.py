@@ -111,7 +111,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             (
                 "gpu",
                 "gpu.command",
-                "everything worth knowing about one GPU, in the minutes that there are; needs nothing else to start",
+                "what decides about one GPU, then all else, in the minutes that there are; needs nothing else to start",
             ),
             (
                 "host",

@@ -26,6 +26,8 @@ from tpengine.model.block import Block
 from tpengine.model.parts import FastParts
 
 _WARM_CALLS = 3
+# Weights that share their input: their gradients are one product, as in training.
+_PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class _Nobody:
@@ -58,7 +60,13 @@ class MicroBatch:
                 weight.copy_(normal(*weight.shape, std=model.hidden_size**-0.5) if weight.dim() > 1 else 1)
         wide = torch.promote_types(dtype, torch.float32)
         self.sums = {weight: torch.zeros_like(weight, dtype=wide) for weight in self._block.parameters()}
-        sink.attach({weight: (total, 0) for weight, total in self.sums.items()}, _Nobody())
+        packs = {}
+        for names in _PACKED:
+            weights = tuple(w for name, w in self._block.named_parameters() if name.split(".")[-2] in names)
+            rows = [len(weight) for weight in weights]
+            packs[weights] = torch.zeros(sum(rows), model.hidden_size, dtype=wide, device=device)
+            self.sums |= zip(weights, packs[weights].split(rows), strict=True)
+        sink.attach({weight: (total, 0) for weight, total in self.sums.items()}, _Nobody(), packs)
         tokens = train.seq_len * train.micro_batch_size
         self.x, self.dy = normal(tokens, model.hidden_size).requires_grad_(), normal(tokens, model.hidden_size)
 

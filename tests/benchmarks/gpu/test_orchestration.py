@@ -401,6 +401,10 @@ def test_cases_are_what_they_call(tmp_path: Path) -> None:
         module, _, name = one.function.partition(":")
         function = getattr(importlib.import_module(module), name)
         inspect.signature(function).bind(tmp_path, **one.arguments)
+        for inner, given in one.arguments.get("calls", ()) if name == "several" else ():
+            module, _, name = inner.partition(":")
+            called = getattr(importlib.import_module(f"benchmarks.gpu.cases.{module}"), name)
+            inspect.signature(called).bind(tmp_path, **given)
         assert (one.worth > 0) != (one.phase == FIRST_PHASE) and one.limit > one.seconds > 0
         arguments = one.arguments
         assert set(arguments.get("ops", ())) <= set(CASES) and set(arguments.get("rivals", ())) <= set(RIVALS)

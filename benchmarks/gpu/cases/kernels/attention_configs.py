@@ -7,13 +7,14 @@ and dv, of which there are more or fewer with other blocks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from tpkernels.ops.attention.configs import Config
+from tpkernels.launch import target_of
+from tpkernels.ops.attention.configs import Config, candidates
 from tpkernels.ops.attention.forward import launch_attention
 from tpkernels.ops.attention.gradient.backward import launch_attention_backward
 from tpkernels.ops.attention.problem import Options, Sides, Tables
@@ -24,26 +25,9 @@ from benchmarks.harness.shapes import Model
 from benchmarks.harness.timing import PASSED
 
 FORWARD, GRADIENT = "forward", "gradient"
-# Queries and keys of a tile, warps, stages; the gradient's blocks are of keys.
-CANDIDATES: Mapping[str, tuple[Config, ...]] = {
-    FORWARD: (
-        Config(128, 64, 8, 3),
-        Config(128, 64, 4, 4),
-        Config(128, 128, 8, 2),
-        Config(128, 128, 8, 3),
-        Config(64, 64, 4, 3),
-        Config(64, 128, 4, 3),
-    ),
-    GRADIENT: (
-        Config(64, 128, 8, 3),
-        Config(64, 128, 4, 2),
-        Config(128, 128, 8, 2),
-        Config(64, 64, 4, 3),
-        Config(64, 64, 8, 2),
-        Config(32, 128, 8, 3),
-    ),
-}
-SMALL_CANDIDATES: Mapping[str, tuple[Config, ...]] = {name: (Config(16, 16, 4, 1),) for name in CANDIDATES}
+KERNELS = (FORWARD, GRADIENT)
+# Where kernels are interpreted.
+_SMALL = (Config(16, 16, 4, 1),)
 
 
 class Attended(NamedTuple):
@@ -68,6 +52,12 @@ class Attended(NamedTuple):
         """Return what it depends on besides its tensors: whole sequences, no rotation, no dropout."""
         return Tables(None, None), Sides(None, None), Options(True, 0, self.q.shape[3] ** -0.5, False, 0.0, ())
 
+    def worth_timing(self, kernel: str) -> Sequence[Config]:
+        """Return what configs.py lists for these heads, the entry that is taken first; of 16 bits on a GPU."""
+        if self.q.device.type == "cpu":
+            return _SMALL
+        return candidates(kernel, self.q.shape[3], target_of(self.q))
+
     def forward(self, config: Config | None) -> list[Tensor]:
         """Return y and lse, with a configuration or that of the table."""
         return [*launch_attention(self.q, self.k, self.v, *self.problem, config)]
@@ -91,12 +81,12 @@ def measure(rows: Path, model: str, seq: int, batch: int, rounds: int = 10) -> i
     """
     device = device_here()
     one, is_wrong = _attended(MODELS_BY_NAME[model], seq, batch, device), False
-    for kernel, candidates in (CANDIDATES if device.type == "cuda" else SMALL_CANDIDATES).items():
+    for kernel in KERNELS:
         case = f"attention_configs/{kernel}/{model}/seq_{seq}/batch_{batch}"
         call = one.forward if kernel == FORWARD else one.gradient
         want = [t.clone() for t in call(None)]
         calls: dict[str, Callable[[], object]] = {"present": functools.partial(call, None)}
-        for config in candidates:
+        for config in one.worth_timing(kernel):
             name = "x".join(map(str, config))
             try:
                 check = agreement(want, call(config))
@@ -121,8 +111,8 @@ def measure(rows: Path, model: str, seq: int, batch: int, rounds: int = 10) -> i
 def launch_candidates(model: Model) -> None:
     """Launch every candidate on tensors without memory: for use where launches are observed."""
     one = _attended(model, 4096, 1, torch.device("meta"))
-    for kernel, candidates in CANDIDATES.items():
-        for config in candidates:
+    for kernel in KERNELS:
+        for config in one.worth_timing(kernel):
             (one.forward if kernel == FORWARD else one.gradient)(config)
 
 
