@@ -116,7 +116,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             (
                 "host",
                 "launches.host_time",
-                "the host's time of every fused call, its launches and copies; needs no GPU",
+                "the host's time of every fused call and of every launch of a step; needs no GPU",
             ),
             (
                 "generate",
@@ -137,6 +137,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "kernels",
                 "kernels.command",
                 "each operator against torch's, compiled torch's, Liger's, or its own of any revision",
+            ),
+            (
+                "launches",
+                "launches.count",
+                "launches of a block per micro-batch and of a step's end, and the bytes they move; needs no GPU",
             ),
             (
                 "machine",

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.run host`: the host's time of every fused call, its launches and its copies, without a GPU.
+"""`python -m benchmarks.run host`: the host's time of every fused call and of every launch of a step, without a GPU.
 
 Kernels are bound by triton and launched on a GPU that does nothing (harness/still_gpu.py). An eager layer is bound by
 the host where this time is longer than the kernels'. Sizes are small, because the host's work does not depend on them:
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +36,7 @@ from tpkernels.symmetric.cuda_memory import VirtualMemory
 from benchmarks.harness.journal import append
 from benchmarks.harness.rows import make_row
 from benchmarks.harness.still_gpu import StillCopies, still_gpu, still_streams, why_not_still
+from benchmarks.launches.kernel_time import kernel_times
 
 # Per rank: tokens, features, and columns of a weight. Whole tiles, rows that TMA reads.
 _TOKENS, _WIDTH, _COLUMNS = 64, 64, 64
@@ -120,12 +122,14 @@ CALLS: Mapping[str, tuple[str, Callable[[Rank], None]]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Options:
-    """The host's time of a fused call, on a GPU that does nothing."""
+    """The host's time of fused calls and of a step's launches, on a GPU that does nothing."""
 
     call: tuple[str, ...] = tuple(CALLS)
     """Calls."""
     ranks: tuple[int, ...] = (2, 4, 8)
     """Tensor-parallel ranks, 2 to 8."""
+    preset: str = "llama_1b"
+    """The model of whose step on one GPU each kernel's launch is timed; empty for none."""
     calls: int = 300
     """Timed calls of each."""
     out: Path | None = None
@@ -180,7 +184,7 @@ def host_us(name: str, world: int, num_calls: int) -> float:
 
 
 def main(options: Options) -> int:
-    """Time and count every call, print a table; return 0."""
+    """Time and count every call, and time every kernel's launch; print tables; return 0."""
     if unknown := [name for name in options.call if name not in CALLS]:
         raise ValueError(f"--call must be of {', '.join(CALLS)}: got {', '.join(unknown)}: leave it out for all")
     if wrong := [world for world in options.ranks if not 2 <= world <= 8]:
@@ -190,6 +194,14 @@ def main(options: Options) -> int:
     if reason := why_not_still():
         raise ValueError(f"kernels must be bound without a GPU: {reason}")
     torch.set_num_threads(1)
+    if options.call:
+        _time_calls(options)
+    if options.preset:
+        _time_launches(options)
+    return 0
+
+
+def _time_calls(options: Options) -> None:
     table = Table(title="host time of a fused call, without the driver's", box=box.SIMPLE)
     for column in ("call", "ranks", "us", "launches", "copies"):
         table.add_column(column, justify="left" if column == "call" else "right")
@@ -201,7 +213,26 @@ def main(options: Options) -> int:
             fields: dict[str, Any] = {"ranks": world, "host_us": time_us}
             fields |= {"launches": launches.total(), "copies": copies, "kernels": dict(sorted(launches.items()))}
             table.add_row(name, str(world), f"{time_us:.1f}", str(launches.total()), str(copies))
-            if options.out is not None:
-                append(options.out, make_row(f"host/{name}", threads_per_rank=1, fields=fields))
+            _write(options, f"host/{name}", fields)
     Console().print(table)
-    return 0
+
+
+def _time_launches(options: Options) -> None:
+    times = kernel_times(options.preset, options.calls)
+    table = Table(title=f"host time of a launch in a step of {options.preset}, without the driver's", box=box.SIMPLE)
+    for column in ("kernel", "variants", "arguments", "us", "triton's way, us"):
+        table.add_column(column, justify="left" if column == "kernel" else "right")
+    for one in times:
+        table.add_row(
+            one.kernel, str(one.num_variants), str(one.num_arguments), f"{one.host_us:.1f}", f"{one.triton_us:.1f}"
+        )
+        _write(options, f"host/{options.preset}/{one.kernel}", one._asdict())
+    medians = {name: median(getattr(one, name) for one in times) for name in ("host_us", "triton_us")}
+    table.add_row("median", "", "", f"{medians['host_us']:.1f}", f"{medians['triton_us']:.1f}")
+    _write(options, f"host/{options.preset}", {"num_kernels": len(times), **medians})
+    Console().print(table)
+
+
+def _write(options: Options, case: str, fields: dict[str, Any]) -> None:
+    if options.out is not None:
+        append(options.out, make_row(case, threads_per_rank=1, fields=fields))

@@ -4,7 +4,7 @@ Triton decides when it is imported, by TRITON_INTERPRET=1, whether kernels are i
 its kernels for CPU tensors too. Otherwise CPU tensors take the operator's host path. Where there is no triton (it
 exists for Linux alone) the modules still import, and the host paths are all there is.
 
-Everything launches through `run`, or again through `Launches`, so that whoever wants to know what would be launched,
+Everything launches through `run`, so that whoever wants to know what would be launched,
 for which target, can look without a GPU (`observed`): benchmarks/launches/compile.py compiles exactly that.
 
 The decision a reader will question: configurations are chosen by small functions of sizes, dtype and target beside each
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -57,9 +58,21 @@ class Target(NamedTuple):
         return {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}.get(int(self.arch), 227) << 10
 
 
-_ANY_DEVICE = torch.empty(0)
-# Of one arena: kept for `Launches.again`.
-_MOST_LAUNCHES = 4096
+# Launches of a kernel on a device, each with numbers of its own.
+_MOST_CODES = 4096
+_NO_TENSORS = frozenset({int, float, bool, type(None)})
+# A number or a pointer is compiled for; nothing of it is; the value is.
+_SPECIALISED, _IGNORED, _CONSTANT = range(3)
+# By the identity of triton's caches of a kernel on a device.
+_known: dict[int, _Known] = {}
+# Reads the settings that triton adds to a kernel's options besides "debug"; which there are depends on its version.
+_added = operator.attrgetter(
+    *(
+        name
+        for name in ("instrumentation_mode", "fpsan_homomorphic_casts")
+        if triton is None or hasattr(triton.knobs.compilation, name)
+    )
+)
 
 Observer = Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 _observers: list[tuple[Target, Observer]] = []
@@ -140,106 +153,146 @@ def run(
     """
     if 0 in grid:
         return None
-    options = constants | {"num_warps": num_warps, "num_stages": num_stages}
+    options = {**constants, "num_warps": num_warps, "num_stages": num_stages}
     if _observers:
         _observers[-1][1](kernel, grid, arguments, options)
         return None
-    with torch.cuda.device_of(next((x for x in arguments if isinstance(x, Tensor)), _ANY_DEVICE)):
+    if INTERPRETED:
         return kernel[grid](*arguments, **options)
+    driver = triton.runtime.driver.active
+    current = driver.get_current_device()
+    device = -1
+    for x in arguments:
+        # isinstance(x, Tensor) takes longer than all else that a launch asks of an argument.
+        if type(x) not in _NO_TENSORS and isinstance(x, Tensor):
+            device = x.get_device()
+            break
+    if device in (current, -1):
+        return _launched(kernel, grid, arguments, options, driver, current)
+    with torch.cuda.device(device):
+        return _launched(kernel, grid, arguments, options, driver, device)
 
 
-class Launches:
-    """Launches that have been made before, by the sizes that they depend on: made again, they cost the host little.
+def _launched(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any], driver: Any, device: int
+) -> Any:
+    """Launch on the current device; return what was compiled. Who watches launches has triton make them."""
+    runtime = triton.knobs.runtime
+    is_watched = kernel.pre_run_hooks or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+    if is_watched or runtime.add_stages_inspection_hook is not None:
+        return kernel[grid](*arguments, **options)
+    caches = kernel.device_caches[device]
+    known = _known.get(id(caches))
+    if known is None:
+        known = _known[id(caches)] = _Known(kernel, caches)
+    code = known.code(arguments, options)
+    if code is None:
+        return known.compiled(kernel[grid](*arguments, **options), arguments, options)
+    x, y, z = (*grid, 1, 1)[:3]
+    compiled, stream = code.compiled, driver.get_current_stream(device)
+    function, packed = compiled.function, compiled.packed_metadata
+    compiled.run(x, y, z, stream, function, packed, None, None, None, *arguments, *code.constants)
+    return compiled
 
-    Triton binds arguments anew for every launch, and looks for the code that is compiled for them: 40 us or more. Here
-    the code, the grid and all numbers are kept, and only what varies from call to call is put in.
 
-    Whether pointers and addresses are multiples of 16, and the dtypes, belong to what code is compiled for. `again`
-    looks at them itself; the caller's key stands for all the rest.
+class _Code(NamedTuple):
+    """What triton compiled, and what the launcher is passed behind a launch's arguments."""
+
+    compiled: Any
+    constants: tuple[Any, ...]
+
+
+class _Known:
+    """What triton has compiled of a kernel on a device, found at a fraction of what its own launch takes the host.
+
+    Triton asks for each argument what it is compiled for, writes the options as text, and calls hooks that nobody has
+    set. Here numbers are looked up as they are: quick, and finer than what is compiled for them. Those that are not
+    found, as numbers that change with every call, are looked up by what triton's binder says of them. A launch passes
+    on all its arguments, and no tensor is kept.
+
+    Args:
+        kernel: what `jit` made.
+        caches: triton's, of that kernel and a device. Held, so that no others can have their identity.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], _Bound] = {}
+    def __init__(self, kernel: Any, caches: tuple[Any, ...]) -> None:
+        self._kernel, self._caches = kernel, caches
+        *_, self._backend, self._binder = caches
+        self._roles = [_role(parameter) for parameter in kernel.params]
+        self._by_numbers: dict[tuple[Any, ...], _Code] = {}
+        self._by_kinds: dict[tuple[Any, ...], Any] = {}
+        # Global names that the kernel's source reads: whose, the name, its value when it was compiled.
+        self._reads: list[tuple[dict[str, Any], str, Any]] = []
 
-    def again(self, key: tuple[Any, ...], call: int, *values: Any) -> bool:
-        """Make a launch again; return False, without launching, if it has not been made before.
+    def code(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> _Code | None:
+        """Return what is launched; None if triton has to say: it is new, or a global name has changed."""
+        for names, name, value in self._reads:
+            if names.get(name) is not value:
+                return None
+        key = self._key(arguments, options)
+        code = None if key is None else self._by_numbers.get(key)
+        if code is not None:
+            return code
+        kinds, constants = self._kinds(arguments, options)
+        if kinds not in self._by_kinds:
+            return None
+        code = _Code(self._by_kinds[kinds], constants)
+        if key is not None:
+            if len(self._by_numbers) >= _MOST_CODES:  # numbers that change with every call
+                self._by_numbers.clear()
+            self._by_numbers[key] = code
+        return code
 
-        Args:
-            key: the kernel, and everything that its grid, its numbers and its constants are computed from.
-            call: the kernel's argument of this name.
-            values: what varies, as in `first`: tensors, of which only the pointer counts, addresses or None.
-        """
-        bound = None if _observers else self._known.get((key, _kinds(values)))
-        if bound is None:
-            return False
-        bound(call, values)
-        return True
+    def compiled(self, compiled: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Keep and return what triton has launched; None if a hook of triton's has kept it from that."""
+        if compiled is not None:
+            self._by_kinds[self._kinds(arguments, options)[0]] = compiled
+            reads = self._kernel.used_global_vals.items()
+            self._reads = [(names, name, names[name]) for (name, _), (_, names) in reads]
+        return compiled
 
-    def first(
-        self,
-        key: tuple[Any, ...],
-        varying: Mapping[str, Any],
-        kernel: Any,
-        grid: tuple[int, ...],
-        *arguments: Any,
-        **options: Any,
-    ) -> None:
-        """Launch by `run`, and keep the launch for `again`.
+    def _key(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Return what is compiled for, or more than that; None if an argument is of a kind that this does not know."""
+        key = [_settings(self._kernel), *options, *options.values()]
+        append, has_native = key.append, self._backend.supports_native_tensor_specialization
+        for x, role in zip(arguments, self._roles, strict=False):
+            kind = type(x)
+            if kind is int:
+                if role != _IGNORED:
+                    append(x)
+            elif kind is Tensor or kind is Parameter:
+                append(x.dtype)
+                # On AMD triton also looks at the memory's size.
+                append(x.data_ptr() % 16 if has_native else self._backend.get_tensor_specialization(x, align=True))
+            elif role == _CONSTANT:
+                append(x)
+            elif x is None or kind is float or kind is bool:
+                append(kind)
+            elif kind.__module__ == "triton.tools.tensor_descriptor":
+                append((x.base.dtype, *x.block_shape))
+            else:
+                return None
+        return tuple(key)
 
-        Args:
-            key: as for `again`.
-            varying: the values for `again`, by the names of the kernel's arguments.
-        """
-        compiled = run(kernel, grid, *arguments, **options)
-        if compiled is None:
-            return
-        if len(self._known) >= _MOST_LAUNCHES:  # sizes that change with every call
-            self._known.clear()
-        constants = [options[name] for name in kernel.arg_names[len(arguments) :]]
-        places = [kernel.arg_names.index(name) for name in ("call", *varying)]
-        key = (key, _kinds(tuple(varying.values())))
-        self._known[key] = _Bound(compiled, grid, [*arguments, *constants], places)
-
-
-class _Bound:
-    """A compiled kernel with its grid and its arguments, of which those at `places` are put in later."""
-
-    def __init__(self, compiled: Any, grid: tuple[int, ...], arguments: list[Any], places: Sequence[int]) -> None:
-        self._launch = compiled[(*grid, 1, 1)[:3]]
-        self._call, *self._places = places
-        # Descriptors without their tensors: what a call was given must not live until the next.
-        self._descriptors = [
-            {**vars(argument), "base": None} if type(argument).__name__ == "TensorDescriptor" else None
-            for argument in (arguments[place] for place in self._places)
-        ]
-        self._arguments = [None if place in places else argument for place, argument in enumerate(arguments)]
-
-    def __call__(self, call: int, values: tuple[Any, ...]) -> None:
-        arguments = self._arguments.copy()
-        arguments[self._call] = call
-        for place, descriptor, value in zip(self._places, self._descriptors, values, strict=True):
-            arguments[place] = value if descriptor is None else _described(descriptor, value)
-        with torch.cuda.device_of(values[0] if values else _ANY_DEVICE):
-            self._launch(*arguments)
-
-
-def _described(descriptor: dict[str, Any], base: Tensor) -> Any:
-    """Return a TMA descriptor as one that was checked before, of a tensor at another address."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    again = object.__new__(TensorDescriptor)
-    again.__dict__.update(descriptor, base=base)
-    return again
+    def _kinds(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return what triton compiles for, and the kernel's parameters that follow the arguments."""
+        bound, kinds, others = self._binder(*arguments, **options)
+        return (_settings(self._kernel), *others.items(), *kinds), tuple(bound.values())[len(arguments) :]
 
 
-def _kinds(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what triton compiles for, of tensors, addresses and None."""
-    return tuple(
-        [
-            None if value is None else value % 16 == 0 if type(value) is int else (value.dtype, value.data_ptr() % 16)
-            for value in values
-        ]
-    )
+def _role(parameter: Any) -> int:
+    """Return how triton compiles for a parameter of a kernel, as its binder has it."""
+    if parameter.is_constexpr:
+        return _CONSTANT
+    annotation = parameter.annotation_type
+    never = annotation[:2] in ("u1", "fp", "bf")
+    return _IGNORED if annotation and (never or parameter.do_not_specialize) else _SPECIALISED
+
+
+def _settings(kernel: Any) -> tuple[Any, Any]:
+    """Return what triton adds to a kernel's options."""
+    knobs = triton.knobs
+    return kernel.debug or knobs.runtime.debug, _added(knobs.compilation)
 
 
 def as_operator(x: Tensor) -> bool:

@@ -135,7 +135,7 @@ class Operand(NamedTuple):
 
     def argument(self, block_rows: int, block_columns: int) -> Any:
         """Return the kernel argument for reading blocks: a descriptor, or the tensor for its pointer."""
-        block = [block_rows, block_columns] if self.by_rows else [block_columns, block_rows]
+        block = (block_rows, block_columns) if self.by_rows else (block_columns, block_rows)
         return described(self.lines, block) if self.by_tma else self.lines
 
     @property

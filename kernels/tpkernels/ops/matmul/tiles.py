@@ -13,18 +13,35 @@ between the two.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tpkernels.launch import Target, dot, jit, tl
 
+# Sizes that change with every call come and go.
+_MOST_DESCRIPTORS = 4096
 
-def described(matrix: Tensor, block: list[int]) -> Any:
-    """Return a TMA descriptor of boxes of a matrix; the last dim has no gaps."""
+
+def described(matrix: Tensor, block: tuple[int, int]) -> Any:
+    """Return a TMA descriptor of boxes of a matrix that `may_be_described`; the last dim has no gaps."""
+    checked = _checked_descriptor(matrix.shape, matrix.stride(), matrix.dtype, block)
+    one = object.__new__(type(checked))
+    vars(one).update(vars(checked), base=matrix)
+    return one
+
+
+@functools.lru_cache(_MOST_DESCRIPTORS)
+def _checked_descriptor(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, int]
+) -> Any:
+    """Return a descriptor of no memory: triton checks each anew that it makes, which takes longer than a launch."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), block)
+    nothing = torch.empty(0, dtype=dtype, device="meta")
+    return TensorDescriptor(nothing, list(shape), list(strides), list(block))
 
 
 def may_be_described(matrix: Tensor, target: Target) -> bool:
