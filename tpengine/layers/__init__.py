@@ -2,6 +2,7 @@
 
 linear/            column- and row-parallel layers, their products, weights and biases; learned positions
 attention.py mlp.py norm.py   the other layers of a block
+torch_attention.py  attention by torch's backends, where they are taken
 vocabulary/        embedding and loss, cut over the vocabulary
 rows/              what rows are: sequences, packed documents, what follows on a cache of keys and values
 dropout.py         masks that are the same in every layout

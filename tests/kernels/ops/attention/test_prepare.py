@@ -75,7 +75,7 @@ def options(case: Case) -> dict[str, Any]:
     return dict(interleaved=case.interleaved, eps=1e-5, offset=case.offset or 0.0, heads_first=case.heads_first)
 
 
-def check_case(case: Case, dtype: torch.dtype, device: str) -> None:
+def check_case(case: Case, dtype: torch.dtype, device: str, draws: int) -> None:
     def ours(qkv: Tensor, **tensors: Tensor) -> tuple[Tensor, ...]:
         return prepare_heads(qkv, case.heads, case.kv_heads, seq=max(1, case.seq), **tensors, **options(case))
 
@@ -85,12 +85,12 @@ def check_case(case: Case, dtype: torch.dtype, device: str) -> None:
         weights = Weights(tensors.get("q_weight"), tensors.get("k_weight"))
         return prepare_heads_reference(qkv, heads, rotary, weights)
 
-    check_errors(f"prepare_heads {case}", ours, reference, lambda seed: draw(case, dtype, device, seed))
+    check_errors(f"prepare_heads {case}", ours, reference, lambda seed: draw(case, dtype, device, seed), draws=draws)
 
 
 def check_cases(device: str, dtype: torch.dtype, whole: bool) -> None:
     for case in CASES if whole else PART:
-        check_case(case, dtype, device)
+        check_case(case, dtype, device, 3 if whole else 1)
 
 
 @every_grid_of_rows
