@@ -60,8 +60,8 @@ FORWARD: _Table = {
     (256, 2, True): (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
 }
 GRADIENT: _Table = {
-    (64, 2, False): (Config(32, 64, 8, 2), Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(32, 64, 8, 1)),
-    (128, 2, False): (Config(16, 64, 8, 1), Config(32, 64, 8, 2), Config(16, 64, 8, 1), Config(32, 64, 8, 1)),
+    (64, 2, False): (Config(16, 64, 8, 1), Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(32, 64, 8, 2)),
+    (128, 2, False): (Config(16, 32, 8, 1), Config(32, 64, 8, 2), Config(64, 64, 8, 1), Config(16, 64, 8, 1)),
     (128, 2, True): (Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1)),
     (128, 4, False): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
     (128, 4, True): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
