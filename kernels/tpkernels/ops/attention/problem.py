@@ -96,13 +96,18 @@ def dropout_numbers(k: Tensor, options: Options) -> tuple[int, ...]:
     )
 
 
+def block_head(t: Tensor) -> int:
+    """Return the columns of a tile of heads [..., E]: a power of two, and 16 for a product at least."""
+    return max(16, power_of_2(t.shape[-1]))
+
+
 def constants(q: Tensor, k: Tensor, options: Options) -> dict[str, Any]:
     """Return the constants that all kernels of attention are compiled with."""
     head = q.shape[3]
     return {
         "NUM_HEADS_PER_GROUP": q.shape[2] // k.shape[2],
         "HEAD": head,
-        "BLOCK_HEAD": max(16, power_of_2(head)),
+        "BLOCK_HEAD": block_head(q),
         "CAUSAL": options.causal,
         "WINDOWED": options.window > 0,
         "THRESHOLD": round(options.rate * 2**32),

@@ -1,1 +1,1 @@
-"""Gradients of attention: backward.py launches kernel.py, which computes scores again; turns.py orders its adds."""
+"""Gradients of attention: backward.py launches kernel.py, whose adds turns.py orders, or also query_gradient.py."""

@@ -1,11 +1,12 @@
-"""Attention backward in Triton: five products for each tile of scores, and no order that chance decides.
+"""Attention backward in Triton: five products for each tile of scores, or seven, and no order that chance decides.
 
     p = exp2(s - lse * log2(e));   ds = p * (drop(dy v.T) - delta),  delta = sum(dy * y)
     dv = drop(p).T dy;   dk = ds.T q * scale;   dq = ds k * scale
 
-kernel.py's programs each have a block of keys; dq gets a share from each, in the order of the blocks. Here are what
-runs before and behind, and the launches: delta, the zeros that dq is added to, the scale and the dtype of dq, the sums
-of dk and dv where a group's query heads are divided.
+kernel.py's programs each have a block of keys; dq gets a share from each, in the order of the blocks. Or
+query_gradient.py computes dq, and scores a second time. configs.py says which. Here are what runs before and behind,
+and the launches: delta, the zeros that dq is added to, the scale and the dtype of dq, the sums of dk and dv where a
+group's query heads are divided.
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
 """
@@ -13,19 +14,29 @@ Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tpkernels.launch import LOG2_E, cdiv, jit, power_of_2, run, target_of, tl
-from tpkernels.ops.attention.configs import GRADIENT, Config, config_of
+from tpkernels.launch import LOG2_E, cdiv, jit, run, target_of, tl
+from tpkernels.ops.attention.configs import (
+    KEY_GRADIENT,
+    QUERY_GRADIENT,
+    Config,
+    config_of,
+    five_products_of,
+    takes_several_heads,
+)
 from tpkernels.ops.attention.gradient.kernel import gradient_kernel
+from tpkernels.ops.attention.gradient.query_gradient import query_gradient_kernel
 from tpkernels.ops.attention.gradient.turns import arrivals_per_turn
 from tpkernels.ops.attention.operands import are_described, operand
 from tpkernels.ops.attention.problem import (
     Options,
     Sides,
     Tables,
+    block_head,
     constants,
     dropout_numbers,
     num_blocks,
@@ -117,7 +128,7 @@ def launch_attention_backward(
 ) -> None:
     """Write dq, dk, dv into `gradients`, which have the shapes of q, k, v and no gaps in their last dims.
 
-    `config` is for measuring; default configs.py's.
+    `config` is for measuring, of five products; default what configs.py says.
     """
     if tables.cos is not None:
         rotation = Rotation(k, tables, sides, options)
@@ -146,30 +157,92 @@ def launch_attention_backward(
         BLOCK_QUERIES=32,
         num_warps=4,
     )
-    target = target_of(q)
-    config = config or config_of(GRADIENT, meta["BLOCK_HEAD"], q.element_size(), options.rate > 0, target)
-    num_groups = k.shape[2]
+    kind = (meta["BLOCK_HEAD"], q.element_size(), options.rate > 0, target_of(q))
+    config = config or five_products_of(*kind)
+    rest = (lse, delta, dy, q, k, v)
+    if config is None:
+        _launch_query_gradient(dq, *rest, sides, options, config_of(QUERY_GRADIENT, *kind))
+        of_keys = config_of(KEY_GRADIENT, *kind)
+        _launch_gradient(None, dk, dv, *rest, sides, options, of_keys, takes_several_heads(*kind))
+    else:
+        _launch_gradient(dq, dk, dv, *rest, sides, options, config, True)
+
+
+def _launch_query_gradient(
+    dq: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sides: Sides,
+    options: Options,
+    config: Config,
+) -> None:
+    """Write dq by the kernel that computes nothing else."""
+    batch, num_queries, num_heads, _ = q.shape
+    operands, described = _operands(q, k, v, dy, sides, config)
+    run(
+        query_gradient_kernel,
+        (num_blocks(num_queries, sides.query_starts, config.block_queries), num_heads, batch),
+        *operands,
+        *sides,
+        lse,
+        delta,
+        dq,
+        *sizes(q, k, sides),
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *dy.stride()[:3],
+        *dq.stride()[:3],
+        options.scale * LOG2_E,
+        options.window,
+        *dropout_numbers(k, options),
+        BY_TMA=described,
+        **constants(q, k, options),
+        **config.options,
+    )
+
+
+def _launch_gradient(
+    dq: Tensor | None,
+    dk: Tensor,
+    dv: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sides: Sides,
+    options: Options,
+    config: Config,
+    takes_several: bool,
+) -> None:
+    """Write dk and dv, and dq unless it is None; `takes_several`: a program may have several heads of a group."""
+    batch, num_queries, num_heads, head = q.shape
+    num_groups, heads_per_group = k.shape[2], num_heads // k.shape[2]
     blocks = num_blocks(k.shape[1], sides.key_starts, config.block_keys)
     tiles = num_blocks(num_queries, sides.query_starts, config.block_queries)
-    slots = _num_slots(blocks * num_groups * batch, meta["NUM_HEADS_PER_GROUP"])
+    slots = _num_slots(blocks * num_groups * batch, heads_per_group) if takes_several else heads_per_group
     columns = batch * num_groups * slots
-    # One tensor, for one launch that zeroes it: dq and the counters.
-    num_counters = 2 + batch * num_heads * tiles
-    zeros = torch.zeros(q.numel() + num_counters, dtype=torch.float32, device=q.device)
-    wide_dq = zeros[: q.numel()].view(1, batch, num_heads, num_queries, head)
-    counters = zeros[q.numel() :].view(torch.int32)
+    wide_dq = counters = None
+    if dq is not None:
+        # One tensor, for one launch that zeroes it.
+        zeros = torch.zeros(q.numel() + 2 + batch * num_heads * tiles, dtype=torch.float32, device=q.device)
+        wide_dq = zeros[: q.numel()].view(1, batch, num_heads, num_queries, head)
+        counters = zeros[q.numel() :].view(torch.int32)
     parts: Sequence[Tensor] = (dk, dv)
     if slots > 1:
         shape = (slots, batch, num_groups, k.shape[1], head)
         parts = [torch.empty(shape, dtype=torch.float32, device=q.device).transpose(2, 3) for _ in range(2)]
-    described = are_described(target, sides, q, k, v, dy)
+    operands, described = _operands(q, k, v, dy, sides, config)
     run(
         gradient_kernel,
         (blocks * columns,),
-        operand(q, config.block_queries, meta["BLOCK_HEAD"], described),
-        operand(k, config.block_keys, meta["BLOCK_HEAD"], described),
-        operand(v, config.block_keys, meta["BLOCK_HEAD"], described),
-        operand(dy, config.block_queries, meta["BLOCK_HEAD"], described),
+        *operands,
         *sides,
         lse,
         delta,
@@ -180,7 +253,7 @@ def launch_attention_backward(
         blocks,
         tiles,
         columns,
-        max(1, _ROWS_AT_A_TIME // max(1, num_queries * (meta["NUM_HEADS_PER_GROUP"] // slots))),
+        max(1, _ROWS_AT_A_TIME // max(1, num_queries * (heads_per_group // slots))),
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
@@ -192,15 +265,27 @@ def launch_attention_backward(
         options.window,
         *dropout_numbers(k, options),
         BY_TMA=described,
-        ARRIVALS=arrivals_per_turn(target, config.num_warps),
+        ADDS_DQ=dq is not None,
+        ARRIVALS=arrivals_per_turn(target_of(q), config.num_warps),
         NUM_SLOTS=slots,
-        **meta,
+        **constants(q, k, options),
         **config.options,
     )
-    _finish(wide_dq, dq, options.scale)
+    if dq is not None and wide_dq is not None:
+        _finish(wide_dq, dq, options.scale)
     if slots > 1:
         for whole, of in zip((dk, dv), parts, strict=True):
             _finish(of.transpose(2, 3), whole, 1.0)
+
+
+def _operands(
+    q: Tensor, k: Tensor, v: Tensor, dy: Tensor, sides: Sides, config: Config
+) -> tuple[tuple[Any, ...], bool]:
+    """Return q, k, v, dy as the kernels take them, and whether TMA reads them."""
+    described = are_described(target_of(q), sides, q, k, v, dy)
+    width = block_head(q)
+    of_queries, of_keys = (config.block_queries, width, described), (config.block_keys, width, described)
+    return (operand(q, *of_queries), operand(k, *of_keys), operand(v, *of_keys), operand(dy, *of_queries)), described
 
 
 def _finish(parts: Tensor, out: Tensor, factor: float) -> None:
@@ -218,7 +303,7 @@ def _finish(parts: Tensor, out: Tensor, factor: float) -> None:
         factor,
         NUM_PARTS=num_parts,
         HEAD=head,
-        BLOCK_HEAD=max(16, power_of_2(head)),
+        BLOCK_HEAD=block_head(parts),
         BLOCK_ROWS=32,
         num_warps=4,
     )

@@ -1,10 +1,11 @@
 """Gradients of attention in Triton: a program has a block of keys and loops over the queries that see it.
 
     dv = drop(p).T dy;   dk = ds.T q * scale          in registers, of some query heads of a KV head
-    dq += ds k                                        in memory, in float32, block of keys by block of keys
+    dq += ds k                                        in memory, in float32, block of keys by block of keys; or not here
 
 dq is added up in the order of the blocks of keys (turns.py): the same bits in every run. For each block of keys a tile
-of dq goes to the L2 cache, and the adds are done there, while the next tile is multiplied.
+of dq goes to the L2 cache, and the adds are done there, while the next tile is multiplied. Where that leaves registers
+for small blocks only (configs.py), query_gradient.py computes dq.
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 2; Shah et al., "FlashAttention-3", arXiv 2407.08608 (its
 deterministic backward takes turns too).
@@ -85,6 +86,7 @@ def gradient_kernel(
     counter2: tl.int32,
     counter3: tl.int32,
     BY_TMA: tl.constexpr,
+    ADDS_DQ: tl.constexpr,
     ARRIVALS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     NUM_HEADS_PER_GROUP: tl.constexpr,
@@ -100,10 +102,11 @@ def gradient_kernel(
     """Compute dk and dv of one block of keys of some query heads of a group per program, and add its share to their dq.
 
     A group's query heads are divided into NUM_SLOTS parts, each with a copy of dk and dv; a part is a column of items,
-    an item for each block of keys. dq, float32 [B, num_heads, num_queries, HEAD], is 0 before and without the scale
-    after. p_counters are 0 before: the claims, one for nobody, then of [B, num_heads, num_tiles] a counter each.
+    an item for each block of keys. With ADDS_DQ, dq, float32 [B, num_heads, num_queries, HEAD], is 0 before and without
+    the scale after; p_counters are 0 before: the claims, one for nobody, then [B, num_heads, num_tiles].
     """
-    i_block, i_column = _place(claim(p_counters), num_blocks, num_columns, columns_at_a_time)
+    i_item = claim(p_counters) if ADDS_DQ else tl.program_id(0)
+    i_block, i_column = _place(i_item, num_blocks, num_columns, columns_at_a_time)
     num_groups = num_heads // NUM_HEADS_PER_GROUP
     i_slot = (i_column % NUM_SLOTS).to(tl.int64)
     i_group = (i_column // NUM_SLOTS % num_groups).to(tl.int64)
@@ -132,8 +135,9 @@ def gradient_kernel(
     )
     num_seeing = tl.cdiv(end - begin, BLOCK_QUERIES)
     first_tile = first_query // BLOCK_QUERIES + i_document
-    # Nobody's counter, then that of the tile before.
-    p_passed = p_counters + 1
+    if ADDS_DQ:
+        # Nobody's counter, then that of the tile before.
+        p_passed = p_counters + 1
     NUM_HEADS_PER_SLOT: tl.constexpr = NUM_HEADS_PER_GROUP // NUM_SLOTS
     for i_member in range(0, NUM_HEADS_PER_SLOT):
         i_head = i_group * NUM_HEADS_PER_GROUP + i_slot * NUM_HEADS_PER_SLOT + i_member
@@ -141,7 +145,8 @@ def gradient_kernel(
         first_row = (i_batch * num_row_heads + first_row_head + i_head) * num_queries + first_query
         head_q = q if BY_TMA else q + i_head * stride_q_head
         head_dy = dy if BY_TMA else dy + i_head * stride_dy_head
-        p_turns = p_counters + 2 + (i_batch * num_heads + i_head) * num_tiles + first_tile
+        if ADDS_DQ:
+            p_turns = p_counters + 2 + (i_batch * num_heads + i_head) * num_tiles + first_tile
         # From the last query back: of a causal column all blocks then end at one time, and none waits for long.
         for i_seeing in tl.range(0, num_seeing):
             i_query = begin + (num_seeing - 1 - i_seeing) * BLOCK_QUERIES
@@ -175,23 +180,25 @@ def gradient_kernel(
             delta = tl.load(p_delta + o_statistics + o_query, mask=m_query, other=0.0)
             b_ds = (b_p * (b_dp - delta[None, :])).to(b_q.dtype)
             b_dk = dot(b_ds, b_q, b_dk)
-            # With keys as the left operand a warp keeps only some columns of them, where registers hold operands.
-            b_dq = tl.trans(dot(tl.trans(b_k), b_ds, tl.zeros([BLOCK_HEAD, BLOCK_QUERIES], tl.float32)))
-            turn = i_block
-            if WINDOWED:
-                # Earlier blocks, whose last key none of the tile's queries sees, do not come.
-                turn -= tl.maximum(i_query + (key_length - query_length) - window + 1, 0) // BLOCK_KEYS
-            if num_queries > 0:
-                # Passed on only now, what was added to the tile before has arrived, and nobody waits for that.
-                pass_turn(p_passed, ARRIVALS)
-                await_turn(p_turns + i_query // BLOCK_QUERIES, turn, ARRIVALS)
-                # Offsets that are constants need no registers.
-                o_dq = tl.arange(0, BLOCK_QUERIES)[:, None] * HEAD + o_head[None, :]
-                m_dq = m_query[:, None] & (o_head < HEAD)[None, :]
-                p_tile = p_dq + (o_statistics + i_query) * HEAD
-                tl.atomic_add(p_tile + o_dq, b_dq, mask=m_dq, sem="relaxed", scope="gpu")
-            p_passed = p_turns + i_query // BLOCK_QUERIES
-    pass_turn(p_passed, ARRIVALS)
+            if ADDS_DQ:
+                # With keys as the left operand a warp keeps only some columns of them, where registers hold operands.
+                b_dq = tl.trans(dot(tl.trans(b_k), b_ds, tl.zeros([BLOCK_HEAD, BLOCK_QUERIES], tl.float32)))
+                turn = i_block
+                if WINDOWED:
+                    # Earlier blocks, whose last key none of the tile's queries sees, do not come.
+                    turn -= tl.maximum(i_query + (key_length - query_length) - window + 1, 0) // BLOCK_KEYS
+                if num_queries > 0:
+                    # Passed on only now, what was added to the tile before has arrived, and nobody waits for that.
+                    pass_turn(p_passed, ARRIVALS)
+                    await_turn(p_turns + i_query // BLOCK_QUERIES, turn, ARRIVALS)
+                    # Offsets that are constants need no registers.
+                    o_dq = tl.arange(0, BLOCK_QUERIES)[:, None] * HEAD + o_head[None, :]
+                    m_dq = m_query[:, None] & (o_head < HEAD)[None, :]
+                    p_tile = p_dq + (o_statistics + i_query) * HEAD
+                    tl.atomic_add(p_tile + o_dq, b_dq, mask=m_dq, sem="relaxed", scope="gpu")
+                p_passed = p_turns + i_query // BLOCK_QUERIES
+    if ADDS_DQ:
+        pass_turn(p_passed, ARRIVALS)
     m_inside = (o_key < key_length)[:, None] & (o_head < HEAD)[None, :]
     p_dk += i_slot * stride_d_slot + i_batch * stride_dk_batch + first_key * stride_dk + i_group * stride_dk_head
     b_dk *= scale * 0.6931471805599453
