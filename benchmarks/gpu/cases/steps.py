@@ -127,7 +127,8 @@ class StateInFloat32:
     @torch.no_grad()
     def after_update(self) -> None:
         """Round the masters into the weights; the next gradients are the first of a step."""
-        torch._foreach_copy_([*self._weights], [*self.masters])
+        weights: list[Tensor] = [*self._weights]
+        torch._foreach_copy_(weights, [*self.masters])
         self._begins = True
 
 
