@@ -128,7 +128,8 @@ class StateInFloat32:
     def after_update(self) -> None:
         """Round the masters into the weights; the next gradients are the first of a step."""
         weights: list[Tensor] = [*self._weights]
-        torch._foreach_copy_(weights, [*self.masters])
+        masters: list[Tensor] = [*self.masters]
+        torch._foreach_copy_(weights, masters)
         self._begins = True
 
 
