@@ -57,7 +57,10 @@ class MicroBatch:
 
         with torch.no_grad():
             for weight in self._block.parameters():
-                weight.copy_(normal(*weight.shape, std=model.hidden_size**-0.5) if weight.dim() > 1 else 1)
+                if weight.dim() > 1:
+                    weight.copy_(normal(*weight.shape, std=model.hidden_size**-0.5))
+                else:
+                    weight.fill_(1)
         wide = torch.promote_types(dtype, torch.float32)
         self.sums = {weight: torch.zeros_like(weight, dtype=wide) for weight in self._block.parameters()}
         packs = {}

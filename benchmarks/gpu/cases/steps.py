@@ -127,7 +127,9 @@ class StateInFloat32:
     @torch.no_grad()
     def after_update(self) -> None:
         """Round the masters into the weights; the next gradients are the first of a step."""
-        torch._foreach_copy_(self._weights, self.masters)
+        weights: list[Tensor] = [*self._weights]
+        masters: list[Tensor] = [*self.masters]
+        torch._foreach_copy_(weights, masters)
         self._begins = True
 
 
