@@ -76,12 +76,12 @@ def _moved(call: Call) -> int:
         """Return a method of the builder that counts: the pointers' and the mask's places in its arguments."""
         own = getattr(interpreter_builder, method)
 
-        def counted(*arguments: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
             nonlocal moved
             pointers, mask = (arguments[place] for place in places)
             item = pointers.get_element_ty().primitive_bitwidth // 8
             moved += int(mask.data.sum()) * item
-            return own(*arguments)
+            return own(*arguments, **options)
 
         return patch.object(interpreter_builder, method, counted)
 

@@ -178,7 +178,7 @@ def _launched(
 ) -> Any:
     """Launch on the current device; return what was compiled. Who watches launches has triton make them."""
     runtime = triton.knobs.runtime
-    is_watched = kernel.pre_run_hooks or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls
+    is_watched = kernel.pre_run_hooks or _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook)
     if is_watched or runtime.add_stages_inspection_hook is not None:
         return kernel[grid](*arguments, **options)
     caches = kernel.device_caches[device]
@@ -193,6 +193,11 @@ def _launched(
     function, packed = compiled.function, compiled.packed_metadata
     compiled.run(x, y, z, stream, function, packed, None, None, None, *arguments, *code.constants)
     return compiled
+
+
+def _calls(hook: Any) -> Any:
+    """Return what a hook of triton's calls: a chain that is empty, unless somebody has set something else."""
+    return getattr(hook, "calls", hook)
 
 
 class _Code(NamedTuple):
@@ -253,19 +258,18 @@ class _Known:
 
     def _key(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...] | None:
         """Return what is compiled for, or more than that; None if an argument is of a kind that this does not know."""
-        key = [_settings(self._kernel), *options, *options.values()]
+        key: list[Any] = [_settings(self._kernel), tuple(options), *options.values()]
         append, has_native = key.append, self._backend.supports_native_tensor_specialization
         for x, role in zip(arguments, self._roles, strict=False):
+            if role == _IGNORED:
+                continue
             kind = type(x)
-            if kind is int:
-                if role != _IGNORED:
-                    append(x)
+            if kind is int or role == _CONSTANT:
+                append(x)
             elif kind is Tensor or kind is Parameter:
                 append(x.dtype)
                 # On AMD triton also looks at the memory's size.
                 append(x.data_ptr() % 16 if has_native else self._backend.get_tensor_specialization(x, align=True))
-            elif role == _CONSTANT:
-                append(x)
             elif x is None or kind is float or kind is bool:
                 append(kind)
             elif kind.__module__ == "triton.tools.tensor_descriptor":
