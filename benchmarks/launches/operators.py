@@ -25,6 +25,8 @@ from tpkernels.ops.attention.prepare import Heads, Rotary, Weights
 from tpkernels.ops.attention.prepare.backward import launch_prepare_backward
 from tpkernels.ops.attention.prepare.forward import launch_prepare
 from tpkernels.ops.attention.problem import Options, Sides, Tables
+from tpkernels.ops.buffers import launch_multiply_
+from tpkernels.ops.clip import launch_judged, launch_square_sums
 from tpkernels.ops.cross_entropy.kernel import launch_cross_entropy_gradient_, launch_cross_entropy_partials
 from tpkernels.ops.dropout_kernel import launch_dropout
 from tpkernels.ops.embedding import launch_embedding, launch_embedding_backward_
@@ -161,13 +163,29 @@ def _dropout(sizes: Sizes = EVERY) -> None:
 
 
 def _adamw(sizes: Sizes = EVERY) -> None:
-    """Launch without and with a copy of the masters, and, as the engine does, with the flag that skips."""
-    master, skip = _empty(1 << 26, dtype=torch.float32), _empty(1, dtype=torch.bool)
-    for grad in (master, master.bfloat16()):
-        for parameter in (None, master.bfloat16()):
-            launch_adamw_(master, master, master, grad, 1, 1e-3, 0.9, 0.95, 1e-8, 0.1, parameter, None)
-    for parameter in (master.bfloat16(), master.half()):
-        launch_adamw_(master, master, master, master, 1, 1e-3, 0.9, 0.95, 1e-8, 0.1, parameter, skip)
+    """Launch without and with copies of the masters, and, as the engine does, with a factor and the flag that skips.
+
+    Tensors of which some begin at multiples of 16 bytes, as whole weights do, and some do not, as ZeRO's slices.
+    """
+    numbers, judged = _empty(2, 8, dtype=torch.float64), _empty(dtype=torch.float64)
+    whole = _empty(1 << 26, dtype=torch.float32)
+    masters = [whole, whole[1:]]
+    for grads in (masters, [x.bfloat16() for x in masters]):
+        for copies in ([], [x.bfloat16() for x in masters], [x.half() for x in masters]):
+            for of_step in (None, judged):
+                launch_adamw_(masters, masters, masters, grads, copies, numbers, of_step, of_step)
+
+
+def _gradients(sizes: Sizes = EVERY) -> None:
+    """Launch what is done to all gradients of a rank: sums of squares, what follows from them, clearing, scaling."""
+    factor, loss = _empty(dtype=torch.float32), _empty(dtype=torch.float64)
+    for dtype in sizes.dtypes:
+        whole = _empty(1 << 26, dtype=dtype)
+        for tensors in ([whole], [whole[1:]]):
+            launch_square_sums(tensors, [0], 2)
+            for of_pass in (None, factor):
+                launch_multiply_(tensors, of_pass)
+    launch_judged(_empty(300, dtype=torch.float64), loss, _empty(dtype=torch.bool), 1.0, 1.0, 1.0, 1.0)
 
 
 def _attention(sizes: Sizes = EVERY) -> None:
@@ -310,6 +328,7 @@ LAUNCHES: Mapping[str, Callable[..., None]] = MappingProxyType(
         "prepare_heads": _prepare_heads,
         "embedding": _embedding,
         "adamw": _adamw,
+        "gradients": _gradients,
         "rope": _rope,
     }
 )

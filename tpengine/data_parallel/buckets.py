@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from tpkernels.ops.buffers import zero_all_
 
 from tpengine.layers.collectives import Communicator, Work
 
@@ -117,8 +118,7 @@ class GradientBuckets:
     def zero(self) -> None:
         """Begin a step: clear all gradients."""
         assert not self._pending, f"reductions of the last step were not waited for: {sorted(self._pending)}"
-        for flat in self.flat.values():
-            flat.zero_()
+        zero_all_(self.flat.values())
 
     def arm(self, order: Sequence[int], on_start: Callable[[int], None] | None = None) -> None:
         """Expect the last contributions to the buckets `order` in the coming backward pass; reduce in that order.

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from tpkernels.ops.buffers import scale_all_
 
 from tpengine.data_parallel.optimizer_parts import SavedParts, num_rows
 from tpengine.data_parallel.overflow import agreed_overflow
@@ -294,9 +295,8 @@ class ShardedOptimizer(Optimizer):
         """Divide gradients by the loss scale, as GradScaler does; masters take float16's in float32."""
         if inverse is None:
             return
-        for parameter in self._pieces:
-            if parameter.grad is not None and parameter.grad.dtype is not torch.float16:
-                parameter.grad.mul_(inverse.to(parameter.grad.device))
+        grads = [parameter.grad for parameter in self._pieces if parameter.grad is not None]
+        scale_all_([grad for grad in grads if grad.dtype is not torch.float16], inverse)
 
     def _take_written_options(self, before: Sequence[Mapping[str, Any]]) -> None:
         """Take over options that the class's step has written; all replicas must have come to the same.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from tpkernels.ops.buffers import zero_all_
 
 from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.layers.collectives import Communicator, Work
@@ -72,8 +73,7 @@ class SlicedBuckets(GradientBuckets):
         if not self._each:
             super().zero()
             return
-        for own in self.slices.values():
-            own.zero_()
+        zero_all_(self.slices.values())
 
     def arm(self, order: Sequence[int], on_start: Callable[[int], None] | None = None) -> None:
         """See GradientBuckets; buffers that have no memory get some, and are zero."""

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from tpkernels.exchange.arena import Arena
+from tpkernels.ops.tensor_table import is_dense
 
 from tpengine.layers.collectives import Communicator, Work
 
@@ -127,17 +128,6 @@ def _windows(tensors: Sequence[Tensor], numel: int) -> Iterator[list[Tensor]]:
                 window, room = [], numel
     if window:
         yield window
-
-
-def is_dense(x: Tensor) -> bool:
-    """Return whether a tensor's elements lie side by side in memory, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def flat_of(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tpkernels.ops.clip import Judged, judged
 
 from tpengine.checkpoint.run.rollbacks import Rollback, left_out
 from tpengine.config import Config, phases_of, spike_rule_of
@@ -92,8 +93,7 @@ class Trainer:
         reader: reads a step's micro-batches.
         rollbacks: of the run so far; their samples are left out. `go_around` sets them.
         batch: the micro-batches of the current step, and their losses.
-        grad_norm: gradient norm of the current step, before clipping.
-        norm: computes it.
+        norm: computes the gradient's norm.
         squares: sums of squares of the same gradient, by the place of each piece.
         loss_scale: of the next step.
         spikes: loss and norm of the last steps.
@@ -152,8 +152,7 @@ class Trainer:
         else:
             self._clear_padding()
         # State of the current step.
-        self._loss = self.grad_norm = torch.zeros((), dtype=torch.float64, device=device)
-        self._skip = self._spike = torch.zeros((), dtype=torch.bool, device=device)
+        self._judged = torch.zeros(len(Judged), dtype=torch.float64, device=device)
         self._lr = self.waited_seconds = 0.0
         # Evaluation and sampling use the mailbox too.
         passes = (
@@ -251,6 +250,11 @@ class Trainer:
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
         return rate_of_step(self.phases, step)
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """Return the gradient norm of the current step, before clipping."""
+        return self._judged[Judged.NORM]
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
@@ -454,12 +458,13 @@ class Trainer:
 
     def _step(self) -> None:
         self.model.release()
-        self.optimizer.step(self._lr, self.num_updates + 1, self._skip)
+        factor = self._judged[Judged.FACTOR] if self.optimizer.reads_factor else None
+        self.optimizer.step(self._lr, self.num_updates + 1, self._judged[Judged.SKIP], factor)
 
     def _clip(self) -> None:
         self.gradients.finish()
         # Sum the squares. The loss takes the last place: one sum brings both, and every stage sees a loss that is NaN.
-        figures = torch.cat([self.norm.own(), torch.zeros(1, dtype=torch.float64, device=self.device)])
+        figures = self.norm.own()
         if self.model.is_last:
             loss = self.comms.dp.all_reduce_(self.batch.losses).sum() * self.batch.step.loss_scale
             if self.mesh.at.tp == 0 and (self.sliced is None or self.mesh.at.dp == 0):
@@ -469,23 +474,29 @@ class Trainer:
         if self.sliced is not None:
             self.comms.dp.all_reduce_(figures)
         # Norm, the decision to skip, and the scaling of the gradients.
-        self.squares, self._loss = self.norm.squares(figures[:-1]), figures[-1]
-        self.grad_norm = self.squares.sum().sqrt() / self.batch.scale
+        self.squares, clip_norm = self.norm.squares(figures[:-1]), self.config.optim.clip_norm
         # A finite norm means finite second moments: the norm contains the square of the largest element.
-        finite = self._loss.isfinite() & self.grad_norm.isfinite()
-        self._spike = finite & ((self._loss > self.limits.loss) | (self.grad_norm > self.limits.grad_norm))
-        self._skip = ~(finite & self.batch.step.usable) | self._spike
+        self._judged = judged(
+            self.squares,
+            figures[-1],
+            self.batch.step.usable,
+            most_loss=self.limits.loss,
+            most_norm=self.limits.grad_norm,
+            clip_norm=clip_norm,
+            loss_scale=self.batch.scale,
+        )
         if self._probe is not None:
-            self._skip = torch.ones_like(self._skip)
-        clip_(self.gradients.summed, self.grad_norm, self.config.optim.clip_norm, self.batch.scale)
+            self._judged[Judged.SKIP] = 1
+        if not self.optimizer.reads_factor:
+            clip_(self.gradients.summed, self.grad_norm, clip_norm, self.batch.scale)
 
     def _result(self, step: int, tell: Callable[[], Sequence[float]] | None) -> StepResult:
         # One wait for the device, together with the maximum over all ranks.
-        skip = self._skip.double()
-        own = torch.stack([self._loss, self.grad_norm, skip, self._spike.double(), self.batch.step.usable.double()])
+        skip = self._judged[Judged.SKIP :][:1]
         told = torch.tensor(list(tell()) if tell is not None else [], dtype=torch.float64)
-        shared = torch.cat([torch.stack([skip, -skip]), to_device(told, self.device)])
-        (loss, norm, skipped, spiked, usable), (some_skip, all_skip, *largest) = read_with_largest(own, shared)
+        shared = torch.cat([skip, -skip, to_device(told, self.device)])
+        found, (some_skip, all_skip, *largest) = read_with_largest(self._judged, shared)
+        loss, norm, skipped, spiked, usable, _ = found
         # The device is done: raise if one of its kernels gave up waiting for a peer.
         self.comms.tp.check()
         if not usable:

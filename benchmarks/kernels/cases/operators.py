@@ -311,12 +311,13 @@ def adamw(shape: Shape) -> Sequence[Case]:
     another one for the gradient, since it takes only one dtype.
     """
     from torch.optim.adamw import adamw as by_torch
-    from tpkernels.ops.adamw import adamw_
+    from tpkernels.ops.adamw import adamw_, adamw_numbers
 
     elements = max(1, shape.seq * shape.model.hidden // TP)
     is_narrow = shape.dtype != torch.float32
     numbers: dict[str, Any] = {"lr": 3e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
     step = 10
+    row = torch.tensor([adamw_numbers(step=step, **numbers)], dtype=torch.float64, device=shape.device)
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
         normal = functools.partial(draw.normal, elements, requires_grad=False)
@@ -329,7 +330,9 @@ def adamw(shape: Shape) -> Sequence[Case]:
         return [tensor for name, tensor in tensors.items() if name != "grad"]
 
     def ours(**tensors: Any) -> list[Tensor]:
-        adamw_(**tensors, step=step, **numbers)
+        copies = [tensors["parameter"]] if is_narrow else []
+        master, exp_avg, exp_avg_sq, grad = ([tensors[n]] for n in ("master", "exp_avg", "exp_avg_sq", "grad"))
+        adamw_(master, exp_avg, exp_avg_sq, grad, row, parameters=copies)
         return states(tensors)
 
     def fused(**tensors: Tensor) -> list[Tensor]:

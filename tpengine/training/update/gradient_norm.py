@@ -17,6 +17,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from tpkernels.ops.clip import square_sums
 
 from tpengine.layers.gradient_sink import accumulation_dtype
 from tpengine.layout.parameters import EMBEDDING, Piece, pieces_of, stage_specs
@@ -72,21 +73,21 @@ class GradientNorm:
             place = place_of(piece)
             first_block = 0 if parts is None else parts[name].in_tensor.start // BLOCK
             self.owned.append((firsts[place] + first_block if exact else place, gradient))
-        # Places of their figures, where all are computed at once.
-        self._places = None if exact else torch.tensor([first for first, _ in self.owned], device=device)
         self._trees = _trees(num_blocks, firsts, device) if exact else ()
 
     def own(self) -> Tensor:
-        """Return the squares that this rank answers for, float64 [num_figures]; the others are zero."""
-        figures = torch.zeros(self.num_figures, dtype=torch.float64, device=self._device)
-        if self._exact:
-            for first, gradient in self.owned:
-                blocks = squares_of_blocks(gradient)
-                figures[first : first + len(blocks)] = blocks
-        elif self._places is not None and self.owned:
+        """Return the squares that this rank answers for, float64 [num_figures + 1]; the others are zero.
+
+        The last place is no square's: who sums the figures over ranks may have another number summed with them.
+        """
+        if self.owned and not self._exact:
             # All at once: a launch for each would make a GPU wait for the host.
-            norms = torch._foreach_norm([gradient for _, gradient in self.owned])
-            figures[self._places] = torch.stack(norms).double().square()
+            places, gradients = zip(*self.owned, strict=True)
+            return square_sums(gradients, places, self.num_figures + 1)
+        figures = torch.zeros(self.num_figures + 1, dtype=torch.float64, device=self._device)
+        for first, gradient in self.owned:
+            blocks = squares_of_blocks(gradient)
+            figures[first : first + len(blocks)] = blocks
         return figures
 
     def squares(self, figures: Tensor) -> Tensor:

@@ -1,17 +1,24 @@
-"""Optimizer: AdamW over the flat gradients, and clipping."""
+"""Optimizer: AdamW over the flat gradients, and clipping.
+
+Where there are kernels, a step is one launch over all tensors, which multiplies gradients by clipping's factor as it
+reads them, and rounds masters into their weights. The numbers of a step are a table on the device, one row a tensor,
+which one small copy fills. A CPU clips in place, and updates by torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
-from tpkernels import adamw_
 from tpkernels.launch import by_triton
+from tpkernels.ops.adamw import AdamWNumbers, adamw_, adamw_numbers
 
 from tpengine.config import OptimConfig
+from tpengine.distributed.process import to_device
 
 
 def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float, loss_scale: float = 1.0) -> None:
@@ -41,7 +48,7 @@ class _Moments(NamedTuple):
 
 
 class AdamW:
-    """AdamW on master weights in the accumulation dtype, by torch's fused kernel; on a GPU also by tpkernels.adamw_.
+    """AdamW on master weights in the accumulation dtype: on a CPU by torch's fused kernel, else by tpkernels.adamw_.
 
         m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
         w = (1 - lr decay) w - lr (m / (1 - beta1^n)) / (sqrt(v / (1 - beta2^n)) + eps)
@@ -57,6 +64,9 @@ class AdamW:
         gradients: by name, of the parameters' shapes, in the accumulation dtype; every step reads them.
         decayed: names of the parameters that weight decay applies to.
         config: learning rate, betas, eps, weight decay.
+
+    Attributes:
+        reads_factor: `step` multiplies the gradients itself; else they are to be clipped before (clip_).
 
     Memory: two moments, and a master if the dtype is narrower, each in the accumulation dtype.
     Source: Loshchilov and Hutter, "Decoupled weight decay regularization", arXiv 1711.05101.
@@ -87,6 +97,10 @@ class AdamW:
         }
         self._decayed = [name for name in self.masters if name in decayed]
         self._others = [name for name in self.masters if name not in decayed]
+        self.reads_factor = any(by_triton(master) for master in self.masters.values())
+        # All tensors that a launch can take together: those with copies, and those without.
+        kinds = [[name for name in self.masters if (name in self._copies) == narrow] for narrow in (True, False)]
+        self._tables = [_Table.of(names, self.masters, decayed) for names in kinds if names and self.reads_factor]
 
     def use(self, config: OptimConfig) -> None:
         """Go on with other betas, eps and weight decay."""
@@ -128,31 +142,44 @@ class AdamW:
             parameter.copy_(master)
 
     @torch.no_grad()
-    def step(self, lr: float, update: int, skip: Tensor | None = None) -> None:
+    def step(self, lr: float, update: int, skip: Tensor | None = None, factor: Tensor | None = None) -> None:
         """Update every parameter with the current gradients.
 
         Args:
             update: the number of this update, the first is 1: it decides the moments' bias correction. A skipped step
                 is no update, so that the next one has the same number.
-            skip: bool [] on the device. If it is true, no parameter and no moment changes. The host does not wait to
-                know it.
+            skip: bool or float64 [] on the device. If it is not zero, no parameter and no moment changes. The host does
+                not wait to know it.
+            factor: float64 [] on the device: of the gradients, which stay as they are; only with `reads_factor`. None
+                is 1.
         """
-        for weight_decay, names in ((self._config.weight_decay, self._decayed), (0.0, self._others)):
-            numbers: dict[str, Any] = {
-                "lr": lr,
-                "beta1": self._config.beta1,
-                "beta2": self._config.beta2,
-                "eps": self._config.eps,
-                "weight_decay": weight_decay,
-            }
-            # Masters that are rounded into a copy: one kernel updates and rounds, where there is one.
-            in_one_pass = [name for name in names if name in self._copies and by_triton(self.masters[name])]
-            for name in in_one_pass:
-                tensors = (self.masters[name], *self._moments[name], self._gradients[name], self._copies[name][0])
-                *state, gradient, parameter = map(_in_memory_order, tensors)
-                adamw_(*state, gradient, step=update, **numbers, parameter=parameter, skip=skip)
-            # All others together, by torch.
-            self._update_by_torch([name for name in names if name not in in_one_pass], numbers, update, skip)
+        config = self._config
+        numbers = {"lr": lr, "beta1": config.beta1, "beta2": config.beta2, "eps": config.eps}
+        if self.reads_factor:
+            rows = [adamw_numbers(step=update, **numbers, weight_decay=decay) for decay in (config.weight_decay, 0.0)]
+            for table in self._tables:
+                self._update_at_once(table, rows, skip, factor)
+            return
+        assert factor is None, "gradients on a CPU are clipped in place"
+        for weight_decay, names in ((config.weight_decay, self._decayed), (0.0, self._others)):
+            self._update_by_torch(names, {**numbers, "weight_decay": weight_decay}, update, skip)
+
+    def _update_at_once(
+        self, table: _Table, rows: Sequence[AdamWNumbers], skip: Tensor | None, factor: Tensor | None
+    ) -> None:
+        """Update the tensors of a table, whose rows have these numbers where weights decay and where they do not."""
+        table.fill(rows)
+        moments = [self._moments[name] for name in table.names]
+        adamw_(
+            [self.masters[name] for name in table.names],
+            [of_one.exp_avg for of_one in moments],
+            [of_one.exp_avg_sq for of_one in moments],
+            [self._gradients[name] for name in table.names],
+            table.numbers,
+            parameters=[self._copies[name][0] for name in table.names if name in self._copies],
+            factor=factor,
+            skip=skip,
+        )
 
     def _update_by_torch(
         self, names: Sequence[str], numbers: Mapping[str, Any], update: int, skip: Tensor | None
@@ -183,10 +210,27 @@ class AdamW:
                 parameter.copy_(master)
 
 
-def _in_memory_order(x: Tensor) -> Tensor:
-    """Return the elements of a dense tensor in one dim, in the order in which they lie in memory; a view.
+@dataclass(frozen=True)
+class _Table:
+    """The numbers of the tensors that a launch takes together.
 
-    A parameter, its master, its moments and its gradient have the same strides, so that their elements agree.
+    Attributes:
+        names: of the tensors.
+        numbers: float64 [tensors, numbers], on the device, at one place for good.
+        row_of: int64 [tensors], on the host: 0 where a weight decays, 1 where it does not.
     """
-    by_stride = sorted(range(x.dim()), key=x.stride, reverse=True)
-    return x.detach().permute(by_stride).view(-1)
+
+    names: Sequence[str]
+    numbers: Tensor
+    row_of: Tensor
+
+    @classmethod
+    def of(cls, names: Sequence[str], masters: Mapping[str, Tensor], decayed: Collection[str]) -> _Table:
+        size = len(names), len(AdamWNumbers._fields)
+        numbers = torch.zeros(size, dtype=torch.float64, device=masters[names[0]].device)
+        return cls(names, numbers, torch.tensor([int(name not in decayed) for name in names]))
+
+    def fill(self, rows: Sequence[AdamWNumbers]) -> None:
+        """Write each tensor's row, by one copy that the host does not wait for."""
+        host = torch.tensor(rows, dtype=torch.float64)[self.row_of]
+        self.numbers.copy_(to_device(host, self.numbers.device), non_blocking=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from support.kernels.rungs import Rung
+from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.adamw import adamw
+from tpkernels.launch import by_triton
 
 from tpengine.config import OptimConfig
 from tpengine.training.update.gradient_norm import squares_of_blocks
@@ -90,37 +93,65 @@ def test_a_skipped_step_changes_nothing_and_counts_as_none(dtype: torch.dtype) -
     assert not torch.equal(parameters[0]["w"], start)
 
 
-def check_one_pass(device: str, dtype: torch.dtype) -> None:
-    """Weights that are narrow, in the layouts that parameters have, against wide ones that torch updates."""
+def updated_by_torch(state: list[Tensor], gradient: Tensor, decay: float, update: int) -> None:
+    """torch's fused AdamW on one tensor and its moments, with the settings of OptimConfig and a rate of 1e-2."""
+    config, steps = OptimConfig(), torch.tensor(update - 1.0, device=gradient.device)
+    given = {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps, "weight_decay": decay, "lr": 1e-2}
+    master, exp_avg, exp_avg_sq = ([tensor] for tensor in state)
+    adamw(master, [gradient], exp_avg, exp_avg_sq, [], [steps], fused=True, amsgrad=False, maximize=False, **given)
+
+
+def check_at_once(device: str, dtype: torch.dtype) -> None:
+    """Weights in the layouts that parameters have: skipped steps, clipped gradients, rounded copies, as torch has it."""
     torch.manual_seed(0)
     starts = {"matrix": torch.randn(33, 7), "transposed": torch.randn(7, 33).T, "vector": torch.randn(5)}
+    starts["moved"] = torch.randn(3)
     starts = {name: start.to(device, dtype) for name, start in starts.items()}
-    narrow = {name: Parameter(start.clone()) for name, start in starts.items()}
-    wide = {name: Parameter(start.float()) for name, start in starts.items()}
-    gradients = {name: torch.zeros_like(parameter) for name, parameter in wide.items()}
-    ours, torchs = (AdamW(held, gradients, ["matrix", "transposed"], OptimConfig()) for held in (narrow, wide))
-    skip, applied = torch.tensor(True, device=device), torch.tensor(False, device=device)
+    held = {name: Parameter(start.clone()) for name, start in starts.items()}
+    wide = torch.promote_types(dtype, torch.float32)
+    gradients = {name: torch.zeros_like(parameter, dtype=wide) for name, parameter in held.items()}
+    decayed = ["matrix", "transposed"]
+    ours = AdamW(held, gradients, decayed, OptimConfig())
+    torchs = {
+        name: [start.to(wide), *(torch.zeros_like(start, dtype=wide) for _ in "mv")] for name, start in starts.items()
+    }
+    skip, applied = (torch.tensor(number, dtype=torch.float64, device=device) for number in (1, 0))
+    factor = torch.tensor(0.3, dtype=torch.float64, device=device) if ours.reads_factor else None
+    assert ours.reads_factor == by_triton(held["matrix"])
     for update in range(1, 5):
+        # A step that is skipped changes nothing, whatever the gradients are.
         for gradient in gradients.values():
             gradient.fill_(torch.inf)
-        before = {name: parameter.clone() for name, parameter in narrow.items()}
-        ours.step(1e-2, update, skip)
-        assert all(torch.equal(before[name], parameter) for name, parameter in narrow.items())
-        for gradient in gradients.values():
+        before = {name: parameter.clone() for name, parameter in held.items()}
+        ours.step(1e-2, update, skip, factor)
+        assert all(torch.equal(before[name], parameter) for name, parameter in held.items())
+        # A weight's memory may be another than in the step before.
+        held["moved"].data = held["moved"].data.clone()
+        for name, gradient in gradients.items():
             gradient.normal_()
-        ours.step(1e-2, update, applied)
-        torchs.step(1e-2, update, applied)
-    for name, parameter in narrow.items():
+            given = gradient * (1 if factor is None else factor.to(wide))
+            updated_by_torch(torchs[name], given, OptimConfig().weight_decay * (name in decayed), update)
+        ours.step(1e-2, update, applied, factor)
+    for name, parameter in held.items():
         assert parameter.stride() == starts[name].stride()
-        torch.testing.assert_close(ours.masters[name], torchs.masters[name], rtol=1e-6, atol=1e-7)
-        assert torch.equal(parameter, ours.masters[name].to(dtype))
+        state = ours.state_of(name)
+        master = state.get("master", parameter.detach())
+        for tensor, right in zip((master, state["exp_avg"], state["exp_avg_sq"]), torchs[name], strict=True):
+            torch.testing.assert_close(tensor, right, rtol=1e-6, atol=1e-7)
+        assert torch.equal(parameter, master.to(dtype))
 
 
 @pytest.mark.parametrize(
     ("rung", "dtype"),
-    [("host", torch.bfloat16), ("interpreter", torch.float16), ("gpu", torch.bfloat16)],
+    [
+        ("host", torch.bfloat16),
+        ("interpreter", torch.float16),
+        ("interpreter", torch.float32),
+        ("gpu", torch.bfloat16),
+        ("gpu", torch.float32),
+    ],
     indirect=["rung"],
 )
-def test_narrow_weights_follow_their_masters(rung: Rung, dtype: torch.dtype) -> None:
-    """Interpreted and on a GPU the masters are updated and rounded in one pass."""
-    rung(check_one_pass, dtype)
+def test_all_weights_are_updated_at_once(rung: Rung, dtype: torch.dtype) -> None:
+    """Interpreted and on a GPU all tensors are clipped, updated and rounded in one pass."""
+    rung(check_at_once, dtype)
