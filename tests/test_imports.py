@@ -137,6 +137,8 @@ IMPORT_BY_NAME = {
     "tpengine/distributed/rank_process.py",
     "kernels/tpkernels/__init__.py",
     "benchmarks/gpu/process/case.py",
+    "benchmarks/gpu/cases/faults.py",
+    "benchmarks/launches/traffic.py",
     "benchmarks/harness/registry.py",
     "benchmarks/kernels/cases/cases.py",
 }

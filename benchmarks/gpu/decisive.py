@@ -92,13 +92,18 @@ def _steps() -> list[Case]:
 
 def _tiles(model: str, kinds: Sequence[str], seconds: float, out: Path) -> Case:
     """Tiles of the products as training launches them, beside cuBLAS."""
-    arguments = {"model": model, "tokens": [8192], "kinds": kinds, "copy": str(out)}
+    arguments: dict[str, Any] = {"model": model, "tokens": [8192], "kinds": kinds, "copy": str(out)}
     return _case(f"tiles/{model}/8192/{'_'.join(kinds)}", seconds, "kernels.tiles:tune", **arguments)
 
 
 def _gates(out: Path) -> Case:
     """Gate, up and their activation in one kernel, beside torch.mm and a kernel behind it."""
-    arguments = {"model": "llama_1b", "tokens": [8192], "kinds": ["silu", "gelu_tanh"], "copy": str(out)}
+    arguments: dict[str, Any] = {
+        "model": "llama_1b",
+        "tokens": [8192],
+        "kinds": ["silu", "gelu_tanh"],
+        "copy": str(out),
+    }
     return _case("gates/llama_1b", 15, "kernels.between:gates", **arguments)
 
 

@@ -8,6 +8,7 @@ second kernel that adds the parts up. Only a GPU's profile shows that (`python -
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -126,8 +127,8 @@ def _bytes_of(leaves: Sequence[Any]) -> int:
     for x in leaves:
         if isinstance(x, Tensor):
             sizes = [size if stride else 1 for size, stride in zip(x.shape, x.stride(), strict=True)]
-            place = x.untyped_storage()._cdata, x.storage_offset(), tuple(sizes)
-            found[place] = x.element_size() * int(torch.Size(sizes).numel())
+            place = x.untyped_storage()._cdata, int(x.storage_offset()), tuple(sizes)
+            found[place] = x.element_size() * math.prod(sizes)
     return sum(found.values())
 
 

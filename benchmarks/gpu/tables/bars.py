@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -88,12 +89,20 @@ def _steps(rows: Sequence[Row]) -> list[Verdict]:
     ):
         name = f"ours_over_{rival}_median_ratio"
         ratios = [row[name] for row in beside if name in row]
-        found.append(_judged(f"llama_1b in <= {most:.2f} of {whose}", ratios, lambda r, most=most: max(r) <= most, max))
+        found.append(_judged(f"llama_1b in <= {most:.2f} of {whose}", ratios, functools.partial(_at_most, most), max))
     for kind, least in _MFU_PERCENT.items():
         mfu = [row["mfu_attention_half_percent"] for row in beside if kind in (row.get("gpu") or "").split()]
         bar = f"llama_1b >= {least:.0f} % MFU on an {kind}, causal attention counted half"
-        found.append(_judged(bar, mfu, lambda r, least=least: min(r) >= least, min))
+        found.append(_judged(bar, mfu, functools.partial(_at_least, least), min))
     return found
+
+
+def _at_most(most: float, figures: list[float]) -> bool:
+    return max(figures) <= most
+
+
+def _at_least(least: float, figures: list[float]) -> bool:
+    return min(figures) >= least
 
 
 def _judged(
