@@ -120,27 +120,29 @@ def _rope(sizes: Sizes = EVERY) -> None:
 
 
 def _prepare_heads(sizes: Sizes = EVERY) -> None:
-    """Launch for what is rotated and not, normed and not, by places and by positions."""
+    """Launch for every size of a head, for what is rotated and not, normed and not, by places and by positions."""
     for dtype in sizes.dtypes:
         for model in sizes.models:
-            table = _empty(SEQUENCES[0], model.head_size // 2, dtype=torch.float32)
-            packed = _empty(SEQUENCES[0], dtype=torch.int32)
-            weight = _empty(model.head_size, dtype=dtype)
-            qkv = _empty(SEQUENCES[0], (model.heads + 2 * model.kv_heads) * model.head_size, dtype=dtype)
-            # Partial rotation is of a quarter of the columns.
-            part = _empty(SEQUENCES[0], model.head_size // 8, dtype=torch.float32)
-            plain, normed = Weights(), Weights(weight, weight)
-            whole, placed = Rotary(table, table), Rotary(table, table, packed)
-            for rotary, weights, interleaved in (
-                *((of, weights, False) for of in (Rotary(), whole, placed) for weights in (plain, normed)),
-                (whole, plain, True),
-                (whole, normed, True),
-                (Rotary(part, part), normed, False),
-            ):
-                heads = Heads(1, model.heads, model.kv_heads, interleaved, False, 1e-6, 1.0)
-                q, k, _ = launch_prepare(qkv, heads, rotary, weights, copies_v=weights.q is None)
-                x = None if weights.q is None else qkv
-                launch_prepare_backward((q, k, k), x, heads, rotary, weights)
+            for size in sorted({64, 80, 256, model.head_size}):
+                _prepare_heads_of(size, model, dtype)
+
+
+def _prepare_heads_of(size: int, model: Model, dtype: torch.dtype) -> None:
+    # Partial rotation is of a quarter of the columns.
+    table, part = (_empty(SEQUENCES[0], columns, dtype=torch.float32) for columns in (size // 2, size // 8))
+    weight = _empty(size, dtype=dtype)
+    qkv = _empty(SEQUENCES[0], (model.heads + 2 * model.kv_heads) * size, dtype=dtype)
+    plain, normed = Weights(), Weights(weight, weight)
+    whole, placed = Rotary(table, table), Rotary(table, table, _empty(SEQUENCES[0], dtype=torch.int32))
+    for rotary, weights, interleaved in (
+        *((of, weights, False) for of in (Rotary(), whole, placed) for weights in (plain, normed)),
+        (whole, plain, True),
+        (whole, normed, True),
+        (Rotary(part, part), normed, False),
+    ):
+        heads = Heads(1, model.heads, model.kv_heads, interleaved, False, 1e-6, 1.0)
+        q, k, _ = launch_prepare(qkv, heads, rotary, weights, copies_v=weights.q is None)
+        launch_prepare_backward((q, k, k), None if weights.q is None else qkv, heads, rotary, weights)
 
 
 def _embedding(sizes: Sizes = EVERY) -> None:
