@@ -4,7 +4,7 @@ Triton decides when it is imported, by TRITON_INTERPRET=1, whether kernels are i
 its kernels for CPU tensors too. Otherwise CPU tensors take the operator's host path. Where there is no triton (it
 exists for Linux alone) the modules still import, and the host paths are all there is.
 
-Everything launches through `run`, so that whoever wants to know what would be launched,
+Everything launches through `run`, or again through `Launches`, so that whoever wants to know what would be launched,
 for which target, can look without a GPU (`observed`): benchmarks/launches/compile.py compiles exactly that.
 
 The decision a reader will question: configurations are chosen by small functions of sizes, dtype and target beside each
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -58,8 +58,11 @@ class Target(NamedTuple):
         return {80: 163, 87: 163, 86: 99, 89: 99, 120: 99, 121: 99}.get(int(self.arch), 227) << 10
 
 
+# Of one arena: kept for `Launches.again`.
+_MOST_LAUNCHES = 4096
 # Launches of a kernel on a device, each with numbers of its own.
 _MOST_CODES = 4096
+_ANY_DEVICE = torch.empty(0)
 _NO_TENSORS = frozenset({int, float, bool, type(None)})
 # A number or a pointer is compiled for; nothing of it is; the value is.
 _SPECIALISED, _IGNORED, _CONSTANT = range(3)
@@ -297,6 +300,101 @@ def _settings(kernel: Any) -> tuple[Any, Any]:
     """Return what triton adds to a kernel's options."""
     knobs = triton.knobs
     return kernel.debug or knobs.runtime.debug, _added(knobs.compilation)
+
+
+class Launches:
+    """Launches that have been made before, by the sizes that they depend on: made again, they cost the host least.
+
+    `run` finds code that is known, but a fused kernel's launcher first computes its tiles, descriptors and some 40
+    numbers, which takes longer. Here the code, the grid and all numbers are kept, and only what varies from call to
+    call is put in.
+
+    Whether pointers and addresses are multiples of 16, and the dtypes, belong to what code is compiled for. `again`
+    looks at them itself; the caller's key stands for all the rest.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], _Bound] = {}
+
+    def again(self, key: tuple[Any, ...], call: int, *values: Any) -> bool:
+        """Make a launch again; return False, without launching, if it has not been made before.
+
+        Args:
+            key: the kernel, and everything that its grid, its numbers and its constants are computed from.
+            call: the kernel's argument of this name.
+            values: what varies, as in `first`: tensors, of which only the pointer counts, addresses or None.
+        """
+        bound = None if _observers else self._known.get((key, _kinds(values)))
+        if bound is None:
+            return False
+        bound(call, values)
+        return True
+
+    def first(
+        self,
+        key: tuple[Any, ...],
+        varying: Mapping[str, Any],
+        kernel: Any,
+        grid: tuple[int, ...],
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
+        """Launch by `run`, and keep the launch for `again`.
+
+        Args:
+            key: as for `again`.
+            varying: the values for `again`, by the names of the kernel's arguments.
+        """
+        compiled = run(kernel, grid, *arguments, **options)
+        if compiled is None:
+            return
+        if len(self._known) >= _MOST_LAUNCHES:  # sizes that change with every call
+            self._known.clear()
+        constants = [options[name] for name in kernel.arg_names[len(arguments) :]]
+        places = [kernel.arg_names.index(name) for name in ("call", *varying)]
+        key = (key, _kinds(tuple(varying.values())))
+        self._known[key] = _Bound(compiled, grid, [*arguments, *constants], places)
+
+
+class _Bound:
+    """A compiled kernel with its grid and its arguments, of which those at `places` are put in later."""
+
+    def __init__(self, compiled: Any, grid: tuple[int, ...], arguments: list[Any], places: Sequence[int]) -> None:
+        self._launch = compiled[(*grid, 1, 1)[:3]]
+        self._call, *self._places = places
+        # Descriptors without their tensors: what a call was given must not live until the next.
+        self._descriptors = [
+            {**vars(argument), "base": None} if type(argument).__name__ == "TensorDescriptor" else None
+            for argument in (arguments[place] for place in self._places)
+        ]
+        self._arguments = [None if place in places else argument for place, argument in enumerate(arguments)]
+
+    def __call__(self, call: int, values: tuple[Any, ...]) -> None:
+        arguments = self._arguments.copy()
+        arguments[self._call] = call
+        for place, descriptor, value in zip(self._places, self._descriptors, values, strict=True):
+            arguments[place] = value if descriptor is None else _described(descriptor, value)
+        with torch.cuda.device_of(values[0] if values else _ANY_DEVICE):
+            self._launch(*arguments)
+
+
+def _described(descriptor: dict[str, Any], base: Tensor) -> Any:
+    """Return a TMA descriptor as one that was checked before, of a tensor at another address."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    again = object.__new__(TensorDescriptor)
+    again.__dict__.update(descriptor, base=base)
+    return again
+
+
+def _kinds(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what triton compiles for, of tensors, addresses and None."""
+    return tuple(
+        [
+            None if value is None else value % 16 == 0 if type(value) is int else (value.dtype, value.data_ptr() % 16)
+            for value in values
+        ]
+    )
 
 
 def as_operator(x: Tensor) -> bool:

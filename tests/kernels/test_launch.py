@@ -24,9 +24,9 @@ pytest.importorskip("triton")
 import triton
 from tpkernels import launch
 from tpkernels.launch import jit, run, tl
+from tpkernels.ops.matmul.kernel import launch_matmul
 
 from benchmarks.harness.still_gpu import still_gpu, why_not_still
-from benchmarks.launches.host_time import CALLS, Rank
 
 pytestmark = pytest.mark.skipif(why_not_still() is not None, reason=str(why_not_still()))
 
@@ -264,40 +264,30 @@ def test_no_tensor_is_kept_and_a_tensors_device_is_the_current_one(compilers: Ra
     assert compilers.run(kept_and_devices, 1) == [(False, [0, 0, 1, 1])]
 
 
-def both_ways(name: str) -> list[tuple[list[Any], list[Any]]]:
-    """What the driver is passed by each launch of a fused call that was made before: by us, and by triton."""
-    strategy, call = CALLS[name]
+def both_ways() -> list[tuple[list[Any], list[Any]]]:
+    """What the driver is passed by the third and fourth launch of a product of descriptors: by us, and by triton."""
+    x, y = (torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(2))
+    known = launch._launched
+
+    def twice(kernel: Any, grid: Any, arguments: Any, options: dict[str, Any], *where: Any) -> Any:
+        compiled = known(kernel, grid, arguments, options, *where)
+        assert compiled is kernel[grid](*arguments, **options)
+        return compiled
+
     with noted() as (launched, bound), pytest.MonkeyPatch.context() as patch:
-        rank = Rank.of(3, strategy)
-        for _ in range(2):  # both generations
-            call(rank)
-        known = launch._launched
-
-        def twice(kernel: Any, grid: Any, arguments: Any, options: dict[str, Any], *where: Any) -> Any:
-            compiled = known(kernel, grid, arguments, options, *where)
-            assert compiled is kernel[grid](*arguments, **options)
-            return compiled
-
+        for _ in range(2):
+            launch_matmul(x, x.T)
         patch.setattr(launch, "_launched", twice)
         num_before, num_bound = len(launched), len(bound)
-        call(rank)
+        for left, right in ((x, x), (y, x)):
+            launch_matmul(left, right.T)
         made = launched[num_before:]
-        assert 2 * (len(bound) - num_bound) == len(made)
+        assert len(bound) - num_bound == 2
     return list(zip(made[::2], made[1::2], strict=True))
 
 
-# By default what has descriptors, and is one kernel to compile.
-@pytest.mark.parametrize(
-    ("name", "num_launches"),
-    [
-        ("gather_matmul/push", 1),
-        pytest.param("gather_matmul/kernel/keep", 3, marks=pytest.mark.slow),
-        pytest.param("scatter_and_gather/kernel", 3, marks=pytest.mark.slow),
-        pytest.param("gather_matmul/engine", 4, marks=pytest.mark.slow),
-    ],
-)
-def test_a_fused_calls_launches_are_those_that_triton_makes(compilers: RankPool, name: str, num_launches: int) -> None:
-    ((*pairs,),) = compilers.run(both_ways, 1, name)
-    assert len(pairs) == num_launches
+def test_descriptors_are_those_of_this_call(compilers: RankPool) -> None:
+    ((*pairs,),) = compilers.run(both_ways, 1)
+    assert len(pairs) == 2 and pairs[0] != pairs[1]
     for ours, theirs in pairs:
         assert ours == theirs

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.exchange.arena import CallMismatch, round_to_pages
 from tpkernels.exchange.copies import Copies, HostCopies, StreamCopies, give_up
-from tpkernels.launch import signed
+from tpkernels.launch import Launches, signed
 from tpkernels.symmetric.cuda_memory import CudaMemory, host_record
 from tpkernels.symmetric.device_clock import NS_PER_SECOND
 from tpkernels.symmetric.memory import (
@@ -109,6 +109,7 @@ class DeviceArena:
             all_gather_matmul are); a kernel fetches smaller ones. Ranks may differ.
         calls_since_gather: how many calls have begun since a gather that is not finished; None if there is none.
         gather_call: number of that gather; 0 if there is none.
+        launches: those of the fused kernels, to be made again.
         generation_bytes, memory, copies, name, rates: as given.
 
     Make one with `DeviceArena.open`.
@@ -138,6 +139,7 @@ class DeviceArena:
         self.gather_call = 0
         self._calls: dict[int, str] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
+        self.launches = Launches()
         self.newest_call = 0
         self.processors: int | None = None
         self.split_bytes = _SPLIT_BYTES

@@ -12,7 +12,6 @@ tiles flattened into that over K: a program would need its next number before it
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -56,8 +55,6 @@ _INTERPRETED = (_Choice(MatmulConfig(16, 16, 16, 2, 4, 1), 1.0),)
 # Multiply-adds that a processor of an H100 could do in the 3 us that a tile costs beside its products: to draw its
 # number, wait for its flag, fill the pipeline, store. Estimated from the code for sm_90, not measured yet.
 _TILE_OVERHEAD = 7_000_000
-# Sizes that change with every call come and go.
-_MOST_CHOSEN = 4096
 # Registers per processor, and the most per thread.
 _REGISTERS, _MOST_REGISTERS = 65536, 248
 
@@ -130,7 +127,6 @@ def num_tiles(config: MatmulConfig, rows: int, columns: int, world: int) -> int:
     return world * cdiv(rows, config.block_m) * cdiv(columns, config.block_n)
 
 
-@functools.lru_cache(_MOST_CHOSEN)  # every launch asks
 def _chosen(
     rows: int,
     columns: int,

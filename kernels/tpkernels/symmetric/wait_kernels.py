@@ -7,18 +7,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tpkernels.launch import jit, run, tl
+from tpkernels.launch import Launches, jit, tl
 from tpkernels.symmetric.signals_kernel import control_at, epoch_of, published_line, report, wait
 
 
 class ControlArea(Protocol):
-    """A control area of signals between `world` ranks: the tensor `control`, and its address for kernels."""
+    """A control area of signals between `world` ranks: the tensor `control`, its address for kernels, its launches."""
 
     @property
     def address(self) -> int: ...
 
     @property
     def control(self) -> Tensor: ...
+
+    @property
+    def launches(self) -> Launches: ...
 
     @property
     def world(self) -> int: ...
@@ -46,7 +49,8 @@ def wait_kernel(
 
 def launch_wait(area: ControlArea, first: int, count: int, generation: int, call: int) -> None:
     """Wait on the current stream for `count` ranks from `first` on; arguments as wait_kernel's."""
+    key = "wait", first, count, generation
     numbers = area.address, first, count, area.world, generation, call
-    # There is no tensor among the arguments that would tell the device.
     with torch.cuda.device_of(area.control):
-        run(wait_kernel, (1,), *numbers, num_warps=1)
+        if not area.launches.again(key, call):
+            area.launches.first(key, {}, wait_kernel, (1,), *numbers, num_warps=1)

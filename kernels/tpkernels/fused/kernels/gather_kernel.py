@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused.configs import exchange_config, launch_options
-from tpkernels.launch import cdiv, jit, num_processors, power_of_2, run, target_of, tl
+from tpkernels.launch import cdiv, jit, num_processors, power_of_2, target_of, tl
 from tpkernels.ops.matmul.epilogue import finish
 from tpkernels.ops.matmul.kernel import Operand, num_parts
 from tpkernels.ops.matmul.tiles import multiply, place
@@ -290,10 +290,15 @@ def gather_matmul_kernel(
 
 def launch_publish(x: Tensor, arena: DeviceArena, generation: int, call: int) -> None:
     """Begin a call: copy x[rows, columns] into this rank's block, then tell the peers."""
+    key = "publish", x.shape, generation, arena.processors
+    if arena.launches.again(key, call, x):
+        return
     block_columns = min(power_of_2(x.shape[1]), 4096)
     block_rows = max(_COPY_ELEMENTS // block_columns, 1)
     programs = min(max(cdiv(x.shape[0], block_rows), 1), arena.processors or num_processors(x))
-    run(
+    arena.launches.first(
+        key,
+        {"p_x": x},
         publish_kernel,
         (programs,),
         x,
@@ -324,11 +329,16 @@ def launch_fetch(
 ) -> None:
     """Fetch rows first to first + piece of every peer's shard into full[num_tokens, columns]; as fetch_kernel's."""
     columns = full.shape[1]
+    key = "fetch", num_tokens, first, piece, columns, split_rows, generation, keep_own
+    if arena.launches.again(key, call, full):
+        return
     num_splits, num_sources = max(cdiv(piece, split_rows), 1), arena.world - 1 + keep_own
     block_columns = min(power_of_2(columns), 4096)
     # Without a limit ptxas gives it 32 for sm_80, and spills. With more, fewer programs fit beside the matmul's.
     limit = {"maxnreg": 64} if target_of(full).backend == "cuda" else {}
-    run(
+    arena.launches.first(
+        key,
+        {"p_full": full},
         fetch_kernel,
         (num_sources * num_splits,),
         full,
@@ -375,6 +385,13 @@ def launch_gather_matmul(
         others: starts with the other ranks' rows of the piece; shards are shard_stride elements apart.
     """
     columns, depth = matrix.shape[1], matrix.shape[0]
+    bias = None if bias is None else bias.contiguous()
+    sizes = matrix.shape, matrix.stride(), x.shape, shard_stride, num_tokens, first, piece, split_rows
+    key = "gather_matmul", how, generation, arena.processors, *sizes
+    values = y, bias, matrix, x.data_ptr(), others.data_ptr()
+    # A matrix with gaps in both dims is copied, below.
+    if 1 in matrix.stride() and arena.launches.again(key, call, *values):
+        return
     target = target_of(x)
     most = cdiv(num_tokens, arena.world)
     config = exchange_config(most, columns, depth, arena.world, x.dtype, target, num_free=1)
@@ -389,11 +406,13 @@ def launch_gather_matmul(
     processors = (arena.processors or num_processors(x)) - 1
     programs = max(min(processors * config.programs_per_processor(item, target), tiles), 1)
     block_columns = min(power_of_2(depth), 2048)
-    run(
+    arena.launches.first(
+        key,
+        {"p_y": y, "p_bias": bias, "b": matrix, "own": x.data_ptr(), "others": others.data_ptr()},
         gather_matmul_kernel,
         (programs,),
         y,
-        None if bias is None else bias.contiguous(),
+        bias,
         right.argument(config.block_k, config.block_n),
         arena.address,
         x.data_ptr(),
