@@ -140,7 +140,7 @@ def order_of_turns(code: str) -> list[str]:
     return [step for step, before in zip(steps, ["", *steps], strict=False) if step != before]
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_turns_keep_their_order_where_loads_are_ahead(compilers: RankPool, target: str) -> None:
     """The compiler moves loads before the turn, and neither the turn nor the adds."""
     codes = compilers.run(codes_of, 1, target, launch_backward)[0]
