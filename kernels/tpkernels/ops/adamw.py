@@ -1,4 +1,4 @@
-"""AdamW over all tensors of a rank in one launch, with the low-precision copies of masters written in the same pass.
+"""AdamW over all tensors of a rank in one launch, which also writes the low-precision copies of the masters.
 
     g = g * factor                                                  m, v = exp_avg[n], exp_avg_sq[n] of each tensor
     m = beta1 * m + (1 - beta1) * g

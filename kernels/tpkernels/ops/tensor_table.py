@@ -144,6 +144,4 @@ def tensor_at(p_place: tl.tensor, NUMBER: tl.constexpr, DTYPE: tl.constexpr, ALI
 @jit
 def load_inside(p_block: tl.tensor, m_inside: tl.tensor) -> tl.tensor:
     """Return a block; zeros outside a mask. A mask of None is none, so that loads have full width."""
-    if m_inside is None:
-        return tl.load(p_block)
-    return tl.load(p_block, mask=m_inside, other=0.0)
+    return tl.load(p_block) if m_inside is None else tl.load(p_block, mask=m_inside, other=0.0)

@@ -36,7 +36,7 @@ def many(device: str, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = (0, 1, 1023, 1024, CHUNK, CHUNK + 1100, 3 * CHUNK)
     tensors = [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
-    return [*tensors, tensors[3].view(32, 32).T, torch.cat([tensors[2], tensors[2]])[500:1500]]
+    return [*tensors, tensors[3].view(32, 32).T.clone(), torch.cat([tensors[2], tensors[2]])[500:1500]]
 
 
 def check_squares(device: str, dtype: torch.dtype) -> None:

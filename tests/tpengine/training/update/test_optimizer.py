@@ -102,7 +102,7 @@ def updated_by_torch(state: list[Tensor], gradient: Tensor, decay: float, update
 
 
 def check_at_once(device: str, dtype: torch.dtype) -> None:
-    """Weights in the layouts that parameters have: skipped steps, clipped gradients, rounded copies, as torch."""
+    """Weights in the layouts that parameters have: steps, skipped steps, clipping and rounded copies are torch's."""
     torch.manual_seed(0)
     starts = {"matrix": torch.randn(33, 7), "transposed": torch.randn(7, 33).T, "vector": torch.randn(5)}
     starts["moved"] = torch.randn(3)
