@@ -99,7 +99,9 @@ def adamw_reference(
     grad = grad.to(master.dtype)
     exp_avg = exp_avg + (1 - beta1) * (grad - exp_avg)
     exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
-    denominator = exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5 + eps
+    # By float64: torch's roots of float32 are not all rounded correctly on a CPU.
+    root = exp_avg_sq.double().sqrt().to(master.dtype)
+    denominator = root / (1 - beta2**step) ** 0.5 + eps
     return master * (1 - lr * weight_decay) - lr / (1 - beta1**step) * exp_avg / denominator, exp_avg, exp_avg_sq
 
 
