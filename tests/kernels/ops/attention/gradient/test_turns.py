@@ -127,6 +127,9 @@ def launch_backward() -> None:
     launch_attention_backward(q, q, q, q, q, lse, (q, q, q), Tables(None, None), Sides(None, None), options)
 
 
+TURN = ["await", "add", "pass"]
+
+
 def order_of_turns(code: str) -> list[str]:
     """What a kernel's PTX does with turns and tiles, in order, repetitions left out."""
     names = {
@@ -145,4 +148,6 @@ def test_turns_keep_their_order_where_loads_are_ahead(compilers: RankPool, targe
     """The compiler moves loads before the turn, and neither the turn nor the adds."""
     codes = compilers.run(codes_of, 1, target, launch_backward)[0]
     (code,) = [code for code in codes if "ld.acquire.gpu" in code]
-    assert order_of_turns(code) == ["load ahead", "pass", "await", "add", "pass"]
+    first, zeroed, *turns = order_of_turns(code)
+    # For sm_100 the compiler takes the last round out of the loop.
+    assert (first, zeroed) == ("load ahead", "pass") and turns in (TURN, TURN * 2), turns
