@@ -87,9 +87,7 @@ class _ColumnParallel(torch.autograd.Function):
         # Keep: the gathered tokens, or this rank's own with `gathers_again`.
         ctx.save_for_backward(x if full is None else full, packed)
         ctx.layers, ctx.prepared, ctx.is_whole, ctx.weights = layers, prepared, full is not None, weights
-        # autograd counts writes to the parameters; packed is another view of their memory, or a copy.
-        is_view = packed.data_ptr() == weights[0].data_ptr()
-        ctx.versions = [version_of(weight) for weight in weights] if is_view else None
+        ctx.versions = _versions_of(packed, weights)
         return y
 
     @staticmethod
@@ -152,6 +150,7 @@ class _GatedColumnParallel(torch.autograd.Function):
         h, y = matmul_gated_forward(x, packed, kind, keeps, False, config)
         ctx.save_for_backward(x, packed, y)
         ctx.layers, ctx.prepared, ctx.is_whole, ctx.weights, ctx.kind = layers, None, True, weights, kind
+        ctx.versions = _versions_of(packed, weights)
         return h
 
     @staticmethod
@@ -159,6 +158,14 @@ class _GatedColumnParallel(torch.autograd.Function):
         refuse_second_order("a gated column-parallel layer")
         x, packed, y = ctx.saved_tensors
         return _ColumnParallel.gradients(ctx, activation_backward(dh, y, ctx.kind, True), x, packed)
+
+
+def _versions_of(packed: Tensor, weights: Sequence[Tensor]) -> list[int | None] | None:
+    """Return how often the weights were written to, which autograd counts; None if packed is a copy of them.
+
+    Of packed itself it counts nothing: it is another view of the weights' memory.
+    """
+    return [version_of(weight) for weight in weights] if packed.data_ptr() == weights[0].data_ptr() else None
 
 
 class _RowParallel(torch.autograd.Function):
