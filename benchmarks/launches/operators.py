@@ -120,29 +120,28 @@ def _rope(sizes: Sizes = EVERY) -> None:
 
 
 def _prepare_heads(sizes: Sizes = EVERY) -> None:
-    """Launch for every size of a head, for what is rotated and not, normed and not, by places and by positions."""
-    for dtype in sizes.dtypes:
-        for model in sizes.models:
-            for size in sorted({64, 80, 256, model.head_size}):
-                _prepare_heads_of(size, model, dtype)
+    """Launch for heads of several sizes, rotated whole, by positions, in part and not, normed and not.
 
-
-def _prepare_heads_of(size: int, model: Model, dtype: torch.dtype) -> None:
-    # Partial rotation is of a quarter of the columns.
-    table, part = (_empty(SEQUENCES[0], columns, dtype=torch.float32) for columns in (size // 2, size // 8))
-    weight = _empty(size, dtype=dtype)
-    qkv = _empty(SEQUENCES[0], (model.heads + 2 * model.kv_heads) * size, dtype=dtype)
-    plain, normed = Weights(), Weights(weight, weight)
-    whole, placed = Rotary(table, table), Rotary(table, table, _empty(SEQUENCES[0], dtype=torch.int32))
-    for rotary, weights, interleaved in (
-        *((of, weights, False) for of in (Rotary(), whole, placed) for weights in (plain, normed)),
-        (whole, plain, True),
-        (whole, normed, True),
-        (Rotary(part, part), normed, False),
+    A kernel takes ten seconds to compile: the branches are all there, not all of their products.
+    """
+    model, dtype = sizes.models[0], sizes.dtypes[0]
+    for size, is_normed, rotated in (
+        (64, False, "whole"),
+        (128, False, "interleaved"),
+        (128, True, "placed"),
+        (256, True, "part"),
+        (80, True, "no"),
     ):
-        heads = Heads(1, model.heads, model.kv_heads, interleaved, False, 1e-6, 1.0)
-        q, k, _ = launch_prepare(qkv, heads, rotary, weights, copies_v=weights.q is None)
-        launch_prepare_backward((q, k, k), None if weights.q is None else qkv, heads, rotary, weights)
+        # Partial rotation is of a quarter of the columns.
+        table = _empty(SEQUENCES[0], size // (8 if rotated == "part" else 2), dtype=torch.float32)
+        positions = _empty(SEQUENCES[0], dtype=torch.int32) if rotated == "placed" else None
+        rotary = Rotary() if rotated == "no" else Rotary(table, table, positions)
+        weight = _empty(size, dtype=dtype)
+        weights = Weights(weight, weight) if is_normed else Weights()
+        qkv = _empty(SEQUENCES[0], (model.heads + 2 * model.kv_heads) * size, dtype=dtype)
+        heads = Heads(1, model.heads, model.kv_heads, rotated == "interleaved", False, 1e-6, 1.0)
+        q, k, _ = launch_prepare(qkv, heads, rotary, weights, copies_v=not is_normed)
+        launch_prepare_backward((q, k, k), qkv if is_normed else None, heads, rotary, weights)
 
 
 def _embedding(sizes: Sizes = EVERY) -> None:
