@@ -165,7 +165,8 @@ def noticed(path: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("names", [("wait",), pytest.param(tuple(WITHOUT), marks=pytest.mark.slow)], ids=["one", "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("wait",), tuple(WITHOUT)], ids=["one", "all"])
 def test_mutations_of_the_example(
     interpreters: RankPool, example: Path, count_mutations: CountMutations, names: tuple[str, ...]
 ) -> None:

@@ -469,6 +469,7 @@ def test_a_wait_ends_by_the_clock_however_slow_its_polls_are(interpreters: RankP
     assert interpreters.run(polls_of_waits, 1, "", "", tmp_path) == [POLLS_OF_WAITS]
 
 
+@pytest.mark.slow
 def test_broken_limits_of_waits_are_noticed(
     interpreters: RankPool, count_mutations: CountMutations, tmp_path: Path
 ) -> None:

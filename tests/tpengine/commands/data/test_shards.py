@@ -243,6 +243,7 @@ def check_workers(tmp_path: Path, kind: str, numbers: tuple[int, ...]) -> None:
         assert library.decode(ids[1:-1], skip_special_tokens=False) == text
 
 
+@pytest.mark.slow
 def test_workers_give_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "_CHARACTERS_PER_BATCH", 20_000)
     check_workers(tmp_path, "gpt2", (1, 2))

@@ -270,10 +270,11 @@ def resume_broken(config: Config, run_dir: str, mutation: str) -> Outcome:
     return outcome_after(trainer, BEFORE, BEFORE + AFTER)
 
 
-# By default two, with the control, on the two ranks that can show them.
+# With the control, on the two ranks that can show them.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutations", "tp"),
-    [((moments_swapped, tied_copy_not_loaded), 1), pytest.param(MUTATIONS, 2, marks=pytest.mark.slow)],
+    [((moments_swapped, tied_copy_not_loaded), 1), (MUTATIONS, 2)],
     ids=["two", "all"],
 )
 def test_every_mutation_of_resuming_turns_the_comparison_red(
