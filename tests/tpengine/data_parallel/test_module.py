@@ -242,9 +242,9 @@ def bucket_summed_before_its_last_gradient(replica: Replica) -> None:
 
 def absent_gradients_not_zeroed(replica: Replica) -> None:
     """What the bucket held in the step before is summed once more."""
-    parallel: Any = replica.parallel.stage
-    move = parallel.move_to_bucket
-    parallel.move_to_bucket = lambda parameter, *by: parameter.grad is not None and move(parameter, *by)
+    parallel: Any = replica.parallel._gradients
+    move = parallel._move_to_bucket
+    parallel._move_to_bucket = lambda parameter, *by: parameter.grad is not None and move(parameter, *by)
 
 
 def unsynchronised_start(replica: Replica) -> None:
