@@ -18,7 +18,7 @@ so. The engine shards both in its plan, for models that it builds itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -141,10 +141,6 @@ class DataParallel:
         Entering counts for backward, not for forward.
         """
         return self._gradients.no_sync()
-
-    def whole(self) -> AbstractContextManager[None]:
-        """Change nothing: a replica's weights are whole at all times. For programs that also run where they are not."""
-        return nullcontext()
 
     def clip_grad_norm_(
         self, max_norm: float, tp: Communicator | None = None, pp: Communicator | None = None

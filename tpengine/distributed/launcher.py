@@ -34,7 +34,7 @@ _POLL_SECONDS = 0.05
 _REPORT_SECONDS, _END_SECONDS = 5.0, 30.0
 # What a rank runs; the modules that this process found, the rank finds too.
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); from {module} import {name}; {name}()"
-# What it is called elsewhere.
+# What --nproc is called elsewhere.
 _ALSO = ("--nprocs", "--nproc-per-node", "--nproc_per_node")
 
 
@@ -50,7 +50,8 @@ def taken_nproc(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
     for argument in rest:
         name, equals, value = argument.partition("=")
         if name in _ALSO:
-            raise ValueError(f"{name} is torchrun's name for the processes of this host: use --nproc {value or 'N'}")
+            number = value or next(rest, "N")
+            raise ValueError(f"{name} is torchrun's name for the processes of this host: use --nproc {number}")
         if name != "--nproc":
             others.append(argument)
             continue

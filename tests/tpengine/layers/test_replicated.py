@@ -196,19 +196,25 @@ def test_replicated_modules_start_from_the_first_ranks_values(ranks: RankPool) -
     assert first[0].std() > 0.1
 
 
-def gradients_after_assigning(_: int) -> tuple[list[float], list[float]]:
-    """Of rank-dependent gradients: that of a module whose parameters were replaced in loading, and of a copy of it."""
+def gradients_after_assigning(is_inside: bool) -> tuple[list[float], list[float]]:
+    """Of rank-dependent gradients: that of a module whose parameters were replaced in loading, and of a copy of it.
+
+    Args:
+        is_inside: what is loaded is a module around each.
+    """
     tp = Communicator(dist.group.WORLD)
     module = replicate(nn.LayerNorm(DIM), tp)
     copied = copy.deepcopy(module)
     for each in (module, copied):
-        each.load_state_dict({name: value.clone() for name, value in each.state_dict().items()}, assign=True)
+        loaded = nn.Sequential(nn.Identity(), each) if is_inside else each
+        loaded.load_state_dict({name: value.clone() for name, value in loaded.state_dict().items()}, assign=True)
         each(torch.zeros(1, DIM)).backward(torch.full((1, DIM), tp.rank + 1.0))
     return module.bias.grad.tolist(), copied.bias.grad.tolist()
 
 
-def test_loaded_parameters_that_replace_summed_ones_are_summed(ranks: RankPool) -> None:
-    for rank, (of_module, of_copy) in enumerate(ranks.run(gradients_after_assigning, 2, 0)):
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_loaded_parameters_that_replace_summed_ones_are_summed(ranks: RankPool, is_inside: bool) -> None:
+    for rank, (of_module, of_copy) in enumerate(ranks.run(gradients_after_assigning, 2, is_inside)):
         assert of_module == [3.0] * DIM and of_copy == [rank + 1.0] * DIM
 
 

@@ -49,8 +49,9 @@ def replicate(module: _Module, tp: Communicator) -> _Module:
         self.norm = replicate(nn.LayerNorm(dim), tp)
 
     Its parameters and buffers are overwritten with those of the communicator's rank 0. Frozen parameters too get the
-    hook that sums, so that they may be thawed later. A copy of the module (an EMA) has no hooks: to train the copy,
-    call this for it too.
+    hook that sums, so that they may be thawed later; what `load_state_dict(assign=True)` puts in their place, in the
+    module or in one around it, is summed too. A copy of the module (an EMA) has no hooks: to train the copy, call this
+    for it too.
 
     Args:
         module: its input is x[T/tp, ...], this rank's tokens only. What already says how it lies stays as it is: this

@@ -63,7 +63,7 @@ def _prepare_heads_backward(
         if REST > 0:
             w_rest = load_rest_weights(p_weight, OFFSET, PAIRED, REST, BLOCK_REST)
             sum_rest = tl.zeros([BLOCK_REST], p_part.dtype.element_ty)
-    for i in tl.static_range(NUM_HEADS_PER_PROGRAM):
+    for i in range(NUM_HEADS_PER_PROGRAM):
         i_head = (first_head + i).to(tl.int64)
         m_row = only_if(i_head < num_heads, m_token)
         o_row = o_dy + i_head * stride_dy_head

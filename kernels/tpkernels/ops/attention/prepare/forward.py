@@ -52,7 +52,7 @@ def _prepare_heads(
     """Norm and rotate some heads of some tokens of one part, q, k or v; without weights and tables copy them."""
     if p_cos is not None:
         b_cos, b_sin = load_tables(p_cos, p_sin, p_positions, o_token, m_token, seq, num_positions, PAIRED, BLOCK_PAIRS)
-    for i in tl.static_range(NUM_HEADS_PER_PROGRAM):
+    for i in range(NUM_HEADS_PER_PROGRAM):
         i_head = (first_head + i).to(tl.int64)
         m_row = only_if(i_head < num_heads, m_token)
         o_x = o_token * stride_x + i_head * (PAIRED + REST)
