@@ -54,11 +54,11 @@ FORWARD: _Table = {
     (64, 2, False): (Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3), Config(128, 64, 4, 3)),
     # A window and rotation spilled 8 bytes with 8 warps.
     (64, 4, False): (Config(32, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
-    (128, 2, False): (Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 64, 8, 2)),
+    (128, 2, False): (Config(128, 64, 8, 3), Config(128, 64, 8, 3), Config(128, 32, 8, 3), Config(128, 64, 8, 2)),
     (128, 2, True): (Config(64, 32, 4, 1), Config(128, 32, 8, 1), Config(128, 32, 8, 1), Config(128, 32, 8, 1)),
     (128, 4, False): (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
     (128, 4, True): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
-    (256, 2, False): (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 8, 1)),
+    (256, 2, False): (Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 8, 2), Config(32, 64, 4, 1)),
     (256, 2, True): (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 4, 1), Config(32, 16, 4, 1)),
 }
 QUERY_GRADIENT: _Table = {
@@ -67,18 +67,19 @@ QUERY_GRADIENT: _Table = {
     (64, 4, False): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(32, 16, 4, 1), Config(16, 16, 8, 1)),
     (128, 2, False): (Config(64, 32, 8, 1), Config(128, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2)),
     (128, 2, True): (Config(32, 32, 4, 1), Config(64, 32, 8, 1), Config(64, 64, 8, 1), Config(64, 32, 8, 1)),
-    (128, 4, False): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
+    (128, 4, False): (Config(8, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
     (128, 4, True): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
     (256, 2, False): (Config(64, 64, 8, 1), Config(64, 32, 8, 2), Config(64, 64, 8, 1), Config(32, 32, 4, 1)),
     (256, 2, True): (Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
 }
 KEY_GRADIENT: _Table = {
-    (64, 2, False): (Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 4, 2)),
+    (64, 2, False): (Config(32, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 4, 2)),
+    (64, 4, False): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 4, 1), Config(16, 16, 8, 1)),
     (128, 2, False): (Config(16, 64, 8, 1), Config(64, 64, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 4, 1)),
-    (128, 2, True): (Config(16, 32, 4, 1), Config(16, 32, 8, 1), Config(16, 64, 8, 1), Config(16, 64, 8, 1)),
+    (128, 2, True): (Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 64, 8, 1), Config(16, 64, 8, 1)),
     (128, 4, False): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
     (128, 4, True): (Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1)),
-    (256, 2, False): (Config(32, 64, 8, 1), Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(16, 64, 8, 1)),
+    (256, 2, False): (Config(16, 64, 8, 1), Config(16, 64, 8, 1), Config(16, 32, 8, 1), Config(16, 64, 4, 1)),
     (256, 2, True): (Config(16, 32, 8, 1), Config(16, 16, 8, 1), Config(16, 16, 8, 1), Config(16, 32, 8, 1)),
 }
 # Of backward with five products. Without an entry it has seven.
