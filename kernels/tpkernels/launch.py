@@ -409,6 +409,20 @@ def as_operator(x: Tensor) -> bool:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def refuse_while_captured(device: torch.device, what: str) -> None:
+    """Raise RuntimeError while a CUDA graph is captured: what follows copies to the device, or waits for it.
+
+    Args:
+        device: where it would.
+        what: what is new, for the message.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"a CUDA graph is captured of what has run before: {what}: run the same once before the capture, on the "
+            "same tensors"
+        )
+
+
 def constant_while_traced(function: _Function) -> _Function:
     """Have torch.compile call a function while it traces, and take what it returns as a constant.
 

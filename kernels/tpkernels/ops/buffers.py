@@ -17,6 +17,8 @@ from torch.nn import Parameter
 from tpkernels.launch import as_operator, by_triton, jit, tl, widened
 from tpkernels.ops.tensor_table import chunk_of, is_dense, launch_over, load_inside, table_of, tensor_at, triton_dtype
 
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
 
 @jit
 def _multiplied(
@@ -94,8 +96,8 @@ def zero_all_(tensors: Iterable[Tensor]) -> None:
     Args:
         tensors: of any dtypes and devices.
 
-    Cost: a launch for each dtype and device, two where some do not begin at a multiple of 16 bytes. On a CPU, and of
-        tensors with gaps, each by itself.
+    Cost: a launch for each dtype and device, two where some do not begin at a multiple of 16 bytes. On a CPU, of
+        tensors with gaps, and of dtypes that are not floating point of 16 to 64 bits, each by itself.
     """
     _each_kind(tensors, lambda device: None)
 
@@ -116,8 +118,8 @@ def scale_all_(tensors: Iterable[Tensor], factor: Tensor) -> None:
 def _each_kind(tensors: Iterable[Tensor], factor_on: Callable[[torch.device], Tensor | None]) -> None:
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[Tensor]] = defaultdict(list)
     for x in tensors:
-        # Tensors with gaps, and classes that mean more than their memory, are torch's.
-        is_ours = type(x) in (Tensor, Parameter) and is_dense(x)
+        # Tensors with gaps, classes that mean more than their memory, and dtypes of other kinds are torch's.
+        is_ours = x.dtype in _DTYPES and type(x) in (Tensor, Parameter) and is_dense(x)
         kinds[x.dtype, x.device, is_ours].append(x)
     for (_, device, is_ours), alike in kinds.items():
         factor = factor_on(device)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.launch import as_operator, by_triton, jit, run, tl, widened
+from tpkernels.launch import as_operator, by_triton, jit, refuse_while_captured, run, tl, widened
 from tpkernels.ops.tensor_table import (
     CHUNK,
     chunk_of,
@@ -131,9 +131,10 @@ def launch_square_sums(tensors: Sequence[Tensor], places: Sequence[int], num_fig
     return figures
 
 
-@functools.lru_cache
+@functools.cache  # not fewer: a captured graph may read them
 def _tensor_of_figure(device: torch.device, places: tuple[int, ...], num_figures: int) -> Tensor:
     """Return int64 [num_figures]: the tensor that each figure is of, -1 for none."""
+    refuse_while_captured(device, "figures are of tensors that no call has had")
     tensor_of = torch.full((num_figures,), -1)
     tensor_of[torch.tensor(places)] = torch.arange(len(places))
     return tensor_of.to(device)

@@ -25,13 +25,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tpkernels.launch import jit, run, tl
+from tpkernels.launch import jit, refuse_while_captured, run, tl
 
 # Elements of a chunk. 67,000 programs for 1.1 billion elements, each with enough to do to pay for its two small loads.
 # No GPU has timed it yet.
 CHUNK = 16384
 # Tables that are kept: an engine has one for its update, one for the norm and one for clearing gradients.
 _MOST_TABLES = 32
+# Those that captured graphs read, by identity: a replay finds them where they were.
+_captured: dict[int, TensorTable] = {}
 # What a row of `places` has before the addresses.
 FIRST_ADDRESS = 2
 
@@ -43,11 +45,13 @@ class TensorTable(NamedTuple):
         places: int64 [tensors, FIRST_ADDRESS + addresses].
         launches: (chunks int32 [programs, 2], whether all their addresses are multiples of 16) of each launch.
         num_chunks: of all tensors.
+        stream: on which their memory was taken; None where there are none.
     """
 
     places: Tensor
     launches: tuple[tuple[Tensor, bool], ...]
     num_chunks: int
+    stream: torch.cuda.Stream | None
 
 
 def table_of(*columns: Sequence[Tensor]) -> TensorTable:
@@ -58,12 +62,28 @@ def table_of(*columns: Sequence[Tensor]) -> TensorTable:
             one device and dense.
 
     Raises:
-        RuntimeError: a tensor's memory has been taken away.
+        RuntimeError: a tensor's memory has been taken away; or a CUDA graph is captured, and no call before has seen
+            the tensors where they are.
 
-    Cost: for 5 columns of 146 tensors some 100 us of the host. Where a tensor has moved, a copy to the device more.
+    Cost: for 5 columns of 146 tensors some 100 us of the host. Where a tensor has moved, copies to the device more, for
+        which the host waits. A table that a captured graph reads is kept for good.
     """
     addresses = tuple(tuple([x.data_ptr() for x in column]) for column in columns)
-    return _table(columns[0][0].device, tuple([x.numel() for x in columns[0]]), addresses)
+    table = _table(columns[0][0].device, tuple([x.numel() for x in columns[0]]), addresses)
+    if table.stream is not None:
+        _keep(table)
+    return table
+
+
+def _keep(table: TensorTable) -> None:
+    """Have a table's memory not used again before what is launched next has read it, however often that runs."""
+    if torch.cuda.is_current_stream_capturing():
+        _captured[id(table)] = table
+        return
+    stream = torch.cuda.current_stream(table.places.device)
+    if stream != table.stream:
+        for x in (table.places, *(chunks for chunks, _ in table.launches)):
+            x.record_stream(stream)
 
 
 def launch_over(table: TensorTable, kernel: Any, *arguments: Any, num_warps: int, **constants: Any) -> None:
@@ -107,6 +127,7 @@ def _table(device: torch.device, numels: tuple[int, ...], addresses: tuple[tuple
             f"tensors have memory when a kernel goes over them: numbers {missing} of {len(numels)} have none: give it "
             "back before"
         )
+    refuse_while_captured(device, "tensors lie where no call has seen them")
     sizes, places = torch.tensor(numels), torch.tensor(addresses)
     counts = (sizes + (CHUNK - 1)) // CHUNK
     firsts = counts.cumsum(0) - counts
@@ -119,6 +140,7 @@ def _table(device: torch.device, numels: tuple[int, ...], addresses: tuple[tuple
         torch.cat([sizes[None], firsts[None], places]).T.contiguous().to(device),
         tuple((some.to(device), aligned) for some, aligned in launches if len(some)),
         len(chunks),
+        torch.cuda.current_stream(device) if device.type == "cuda" else None,
     )
 
 

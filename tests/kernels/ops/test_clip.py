@@ -26,7 +26,7 @@ from tpkernels.ops.clip import (
     square_sums,
     square_sums_op,
 )
-from tpkernels.ops.tensor_table import CHUNK
+from tpkernels.ops.tensor_table import CHUNK, _table
 
 INF, NAN = math.inf, math.nan
 
@@ -193,3 +193,22 @@ def test_opcheck() -> None:
 def test_what_does_not_fit_is_refused(tensors: list[Tensor], places: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         square_sums(tensors, places, 3)
+
+
+def clear_other_dtypes(device: str) -> None:
+    others = [torch.ones(5, dtype=dtype, device=device) for dtype in (torch.complex64, torch.bool, torch.int32)]
+    others.append(torch.ones(5, device=device).to(torch.float8_e4m3fn))
+    zero_all_(others)
+    assert not any(x.to(torch.complex64).any() for x in others)
+
+
+@every_rung
+def test_dtypes_that_no_kernel_has_are_cleared_too(rung: Rung) -> None:
+    rung(clear_other_dtypes)
+
+
+def test_a_new_table_is_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have to be copied to the device. With a device that says it captures; nothing is on it."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="no call has seen them: run the same once before the capture"):
+        _table(torch.device("cuda"), (1,), ((16,),))

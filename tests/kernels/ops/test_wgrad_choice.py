@@ -135,6 +135,18 @@ def test_other_operands_are_left_as_they_were(change: Any, monkeypatch: pytest.M
     assert not is_torchs(*change(*operands())) and not calls
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")])
+def test_memory_that_is_short_decides_nothing(error: RuntimeError, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_memory(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "addmm", without_memory)
+    with pytest.raises(type(error), match=str(error)):
+        is_torchs(*operands())
+    torch_adds(monkeypatch)
+    assert is_torchs(*operands())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_what_torch_refuses_or_rounds_takes_ours_and_says_why(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -50,7 +50,10 @@ def attention_by_torch(
     groups = q.shape[2] != k.shape[2]
     if backend == "varlen":
         if starts is None:
-            starts, longest = _starts_of(q.shape[0], q.shape[1], q.device), q.shape[1]
+            # What a captured graph reads must be its own: others may replace what is kept here.
+            is_captured = torch.cuda.is_current_stream_capturing()
+            starts_of = _starts_of.__wrapped__ if is_captured else _starts_of
+            starts, longest = starts_of(q.shape[0], q.shape[1], q.device), q.shape[1]
         options = {"enable_gqa": True} if groups else {}
         y = _varlen(
             *(of.flatten(0, 1) for of in (q, k, v)),
@@ -66,7 +69,9 @@ def attention_by_torch(
         return y.view(q.shape)
     assert window is None and starts is None, backend
     q, k, v = (of.transpose(1, 2) for of in (q, k, v))
-    with sdpa_kernel(_BACKENDS[backend]):
+    # cuDNN refuses one token, which sees itself alone: any backend returns v.
+    backends = [_BACKENDS[backend], SDPBackend.MATH] if q.shape[2] == 1 else [_BACKENDS[backend]]
+    with sdpa_kernel(backends):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=groups)
     return y.transpose(1, 2)
 

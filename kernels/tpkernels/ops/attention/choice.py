@@ -280,6 +280,8 @@ def _not_varlens(problem: Problem, gpu: Gpu) -> str:
     """Return why varlen_attn does not compute a window or documents; empty if it does."""
     if refusal := _not_torchs(problem):
         return refusal
+    if not torch.backends.cuda.is_flash_attention_available():
+        return f"torch {torch.__version__} was built without FlashAttention"
     if problem.head_size % 8 or problem.head_size > _MOST_COLUMNS or int(gpu.target.arch) < 80:
         return (
             f"FlashAttention is for heads of 8, 16, ... {_MOST_COLUMNS} from sm_80 on: heads of {problem.head_size} on "
@@ -311,7 +313,8 @@ def _torch_agrees(
     q, k = (torch.empty(1, _ASKED_TOKENS, number, head_size, **like).transpose(1, 2) for number in (heads, kv_heads))
     cuda = torch.backends.cuda
     ask = cuda.can_use_cudnn_attention if backend == "cudnn" else cuda.can_use_flash_attention
-    with torch.cuda.device_of(q):  # torch looks at the current GPU
+    # Torch looks at the current GPU, and at what backward needs only where gradients are recorded.
+    with torch.cuda.device_of(q), torch.inference_mode(False), torch.enable_grad():
         return bool(ask(cuda.SDPAParams(q, k, k, None, 0.0, True, heads != kv_heads)))
 
 

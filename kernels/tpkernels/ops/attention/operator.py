@@ -269,7 +269,8 @@ def attention(
 
     Cost: 4*B*H*S*S'*E flops forward, half of it if causal, 2.5 or 3.5 times that backward (attention/configs.py); keeps
     q, k, v, y and the log-sum-exp, B*H*S float32. Backward with 2.5 takes dq in float32 besides. If there are few keys,
-    a group's query heads are divided into parts, each with a float32 copy of dk and dv (gradient/backward.py).
+    a group's query heads are divided into parts, each with a float32 copy of dk and dv (gradient/backward.py); on sm_90
+    16-bit heads of 65 to 128 columns always are, into single ones: 8*B*H*S'*E bytes.
     Numerics: scores, softmax and sums in float32, probabilities rounded to v's dtype for their product with v; float32
     products are not reduced to tf32. All is added up in one order: equal bits from run to run. On a CPU all in float32,
     except plain causal 16-bit attention, which is torch's.

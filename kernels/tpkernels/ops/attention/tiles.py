@@ -189,5 +189,9 @@ def query_range(
             full_begin = tl.cdiv(tl.maximum(last_key - offset - window + 1, 0), BLOCK_QUERIES) * BLOCK_QUERIES
     begin = tl.minimum(begin, end)
     full_begin = tl.maximum(full_begin, begin)
+    if not CAUSAL:
+        # Keys beyond the document's last need a mask: dq adds up over them. Causal blocks with such keys have no tile
+        # that is full.
+        full_begin = tl.where(first_key + BLOCK_KEYS > key_length, end, full_begin)
     full_end = tl.maximum(full_end, full_begin)
     return begin, tl.minimum(full_begin, end), tl.minimum(full_end, end), end

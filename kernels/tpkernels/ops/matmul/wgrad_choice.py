@@ -14,6 +14,7 @@ import sys
 import torch
 from torch import Tensor
 
+from tpkernels.launch import refuse_while_captured
 from tpkernels.ops.matmul.tuned import key_of, num_ours, ours_was_faster, path_for
 
 
@@ -44,8 +45,12 @@ def _chosen(
 def refusal_of(device: torch.device, dtype: torch.dtype) -> str:
     """Return why torch cannot add products of a dtype to float32 on a device, in one line; empty if it can.
 
+    Raises:
+        RuntimeError: there is no memory for it; or it is asked first while a CUDA graph is captured.
+
     Cost: a product of 16 x 16, once; the host waits for it.
     """
+    refuse_while_captured(device, "whether torch adds weight gradients to float32 is not known yet")
     # A sum of 16 + 2^-7, and 2^-12 to add it to: 16 bits hold neither the product nor the result.
     dy, x = (torch.ones(16, 16, dtype=dtype, device=device) for _ in range(2))
     x[0] += 2.0**-7
@@ -53,6 +58,9 @@ def refusal_of(device: torch.device, dtype: torch.dtype) -> str:
     try:
         add_by_torch(buffer, dy, x)
     except (TypeError, RuntimeError) as error:  # no such overload, or one that wants another buffer
+        # Memory that is short now says nothing of what torch can.
+        if isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(error):
+            raise
         return " ".join(str(error).split())[:160] or type(error).__name__
     return "" if bool((buffer == 16 + 2.0**-7 + 2.0**-12).all()) else "it rounds sums to 16 bits"
 

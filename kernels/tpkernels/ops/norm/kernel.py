@@ -266,9 +266,8 @@ def launch_norm_backward(
     num_rows, num_columns = total.shape
     chunk_rows = num_rows // num_chunks
     config = config or backward_config(target_of(total))
-    # The values read and the sums (one row or two) must fit into registers: of float32 in blocks half as wide.
-    wide = 4096 if has_bias or (num_columns > 8192 and total.element_size() > 2) else 8192
-    num_splits = cdiv(num_columns, wide)
+    # The values read and the sums (one row or two) must fit into registers, beside the columns of other blocks.
+    num_splits = cdiv(num_columns, 4096 if has_bias or num_columns > 8192 else 8192)
     columns = power_of_2(cdiv(num_columns, num_splits))
     rows = min(16, max(1, config.block_bytes // (columns * total.element_size())))
     # What is loaded ahead must fit into shared memory: of each block total and dy, and the other gradient.

@@ -62,6 +62,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> Faked:
         monkeypatch.setattr(choice, "tuned_attention", timed)
         monkeypatch.setattr(choice, "gpu_of", functools.cache(lambda device: gpu))
         monkeypatch.setattr(choice, "_torch_agrees", functools.cache(asked))
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
 
     return fake
 
@@ -140,6 +141,21 @@ def test_windows_and_documents_need_what_varlen_attn_has(
     monkeypatch.setattr(choice, "varlen_attn", of_2_11)
     choice.forget()
     assert choose(grouped).reason == f"varlen_attn of torch {torch.__version__} has no enable_gqa"
+
+
+def test_a_torch_without_flash_attention_leaves_windows_to_ours(faked: Faked, monkeypatch: pytest.MonkeyPatch) -> None:
+    faked(H200)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    taken = choose(ON_GPU._replace(windowed=True, kv_heads=32))
+    assert taken == (None, f"torch {torch.__version__} was built without FlashAttention")
+
+
+def test_torch_is_asked_for_a_call_with_gradients_whoever_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda of: torch.is_grad_enabled())
+    choice.forget()
+    with torch.inference_mode():
+        assert choice._torch_agrees("cudnn", torch.device("cpu"), torch.bfloat16, 4, 2, 64)
+    choice.forget()
 
 
 def test_this_torchs_varlen_attn_is_known() -> None:

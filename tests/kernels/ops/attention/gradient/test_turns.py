@@ -95,6 +95,24 @@ def gradients() -> list[Tensor]:
     return found
 
 
+def gradients_of_low_scores(window: int | None) -> list[Tensor]:
+    """dq, dk, dv where every score is far below 0, which is what keys that are not there would get."""
+    case = Case(100, 100, 1, 1, 16, causal=False, window=window)
+    given = operands(case, torch.float16, "cpu")
+    q, k, v = (given["q"] / 4 + 3, given["k"] / 4 - 3, given["v"])
+    dy = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).half()
+    wide = [each.detach().double() for each in (q, k, v)]
+    want = outcome(lambda *each: attend(case, *each), dy.double(), *wide)[1:]
+    got = outcome(lambda *each: attend(case, *each), dy, q, k, v)[1:]
+    return [(a - b).abs().max() / b.abs().max() for a, b in zip(got, want, strict=True)]
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_keys_behind_the_last_one_add_nothing_to_dq(interpreters: RankPool, window: int | None) -> None:
+    """Of a block of keys that is not full, where none is hidden by its place."""
+    assert max(interpreters.run(gradients_of_low_scores, 1, window)[0]) < 0.02
+
+
 def same_bits_in_turns(seed: int, waits: bool) -> bool:
     """Whether gradients have the bits of programs that run in order, where a seed decides who goes on."""
     from support.kernels.turns import Turns
