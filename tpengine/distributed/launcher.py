@@ -50,8 +50,8 @@ def taken_nproc(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
     for argument in rest:
         name, equals, value = argument.partition("=")
         if name in _ALSO:
-            number = value or next(rest, "N")
-            raise ValueError(f"{name} is torchrun's name for the processes of this host: use --nproc {number}")
+            given = value or next(rest, "N")
+            raise ValueError(f"{name} is torchrun's name for the processes of this host: use --nproc {given}")
         if name != "--nproc":
             others.append(argument)
             continue
