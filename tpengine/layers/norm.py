@@ -123,6 +123,9 @@ class Norm(nn.Module):
         """x[T/tp, D] -> y[T/tp, D]."""
         return self.in_blocks(x, (self.sink,))
 
+    # What `add` and `beside` do without calling the module: see model/residual.py.
+    plain_forward = forward
+
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x, residual[T/tp, D] -> (y, total)[T/tp, D], total = x + residual, in one pass."""
         y, total = self._normed(*promoted(x, residual), (self.sink,))

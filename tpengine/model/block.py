@@ -14,7 +14,7 @@ from tpengine.architectures.describe.orders import TAKE_SUMS
 from tpengine.layers.dropout import LayerDropouts
 from tpengine.layers.rows.cache import Rows
 from tpengine.model.parts import Parts
-from tpengine.model.residual import Sum, is_watched, normed, whole
+from tpengine.model.residual import Sum, is_watched, normed, normed_sum, whole
 
 Order = Callable[["Block", Any, Rows], Any]
 
@@ -23,7 +23,7 @@ class Block(nn.Module):
     """One transformer block, x[T/tp, D] -> y[T/tp, D].
 
     Its parts are modules under their names in the architecture. What its order (architectures/describe/orders.py) calls
-    besides them is `normed`, `attend`, `feed`, `left` and `again`.
+    besides them is `normed`, `normed_sum`, `attend`, `feed`, `left` and `again`.
 
     Args:
         parts: what makes its layers.
@@ -43,7 +43,6 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.order, self.dropouts, self.attention_again = parts.tp, order, dropouts, attention_again
-        self._takes_sums = any(order is known for known in TAKE_SUMS)
         self._attention, self._feed_forward = "", ""
         for name, part in described.items():
             if isinstance(part, describe.Norm):
@@ -58,24 +57,25 @@ class Block(nn.Module):
         """x[T/tp, D] -> y[T/tp, D]; `seq` says what the rows are: see layers.rows.cache.Rows."""
         return whole(self.order(self, x, seq))
 
-    def hand_on(self, x: Tensor | Sum, seq: Rows) -> Tensor | Sum:
-        """As forward, with the last sum of a block left to the next norm (residual.py), if the order allows it.
+    # What `hand_on` does without calling the module: see is_watched.
+    plain_forward = forward
 
-        A module's hooks see tensors: a block that has any is called.
-        """
-        if not self._takes_sums or is_watched(self):
-            y: Tensor = self(whole(x), seq)
-            return y
-        left: Tensor | Sum = self.order(self, x, seq)
-        return left
+    @property
+    def takes_sums(self) -> bool:
+        """Whether the order, as it is now, takes a sum that the block before has left, and leaves its own."""
+        return any(self.order is known for known in TAKE_SUMS)
 
     def normed(self, norm: nn.Module, x: Tensor | Sum) -> tuple[Tensor, Tensor]:
         """Return (norm(x), x)[T/tp, D]."""
         return normed(norm, x)
 
+    def normed_sum(self, norm: nn.Module, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (norm(x + branch), x + branch)[T/tp, D]."""
+        return normed_sum(norm, x, branch)
+
     def left(self, x: Tensor, branch: Tensor) -> Tensor | Sum:
         """Return x + branch, left to the next norm; at once if an order of somebody's own goes on with it."""
-        return Sum(x, branch) if self._takes_sums else x + branch
+        return Sum(x, branch) if self.takes_sums else x + branch
 
     def attend(self, x: Tensor, seq: Rows) -> Tensor:
         """Return attention of x[T/tp, D], and its dropout."""
@@ -87,9 +87,14 @@ class Block(nn.Module):
         y: Tensor = self.get_submodule(self._feed_forward)(x)
         return y if self.dropouts is None else self.dropouts.mlp_residual(y, *self._place(y))
 
-    def again(self, forward: Callable[[Any], Any], x: Tensor | Sum) -> Any:
-        """Return forward(x); with `attention_again` backward computes it once more, and a sum is made, to keep one."""
-        return computed_again(forward, whole(x)) if self.attention_again else forward(x)
+    def again(self, forward: Callable[..., Any], *inputs: Any) -> Any:
+        """Return forward(*inputs); with `attention_again` backward computes it once more.
+
+        Then a sum among the inputs is made before, so that one tensor is kept of it instead of two.
+        """
+        if not self.attention_again:
+            return forward(*inputs)
+        return computed_again(forward, *(whole(of) for of in inputs))
 
     def matmuls(self) -> dict[str, nn.Module]:
         """Return the parts that multiply by weights, by name."""
@@ -98,6 +103,18 @@ class Block(nn.Module):
     def _place(self, y: Tensor) -> tuple[int, int, int]:
         """Return where y lies in the global matrix, for dropout: its first row and column, and its row length."""
         return self.tp.rank * y.shape[0], 0, y.shape[1]
+
+
+def hand_on(block: nn.Module, x: Tensor | Sum, seq: Rows) -> Tensor | Sum:
+    """Return block(x, seq), the last sum of a Block left to the next norm (residual.py), if its order allows it.
+
+    Any other module, and a block that is_watched, is called: it gets and returns tensors.
+    """
+    if isinstance(block, Block) and block.takes_sums and not is_watched(block):
+        left: Tensor | Sum = block.order(block, x, seq)
+        return left
+    y: Tensor = block(whole(x), seq)
+    return y
 
 
 def computed_again(forward: Callable[..., Any], *inputs: Any) -> Any:

@@ -300,6 +300,9 @@ class ExactNorm(HeldShards):
         y: Tensor = layers[0].in_blocks(x.contiguous(), [layer.sink for layer in layers])
         return y
 
+    # As Norm's.
+    plain_forward = forward
+
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (y, total) as Norm.add does, in two passes: total is the sum of the whole tensors."""
         total = x + residual

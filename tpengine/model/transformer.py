@@ -21,9 +21,9 @@ from tpengine.layers.dropout import LayerDropouts, Position
 from tpengine.layers.placement import placements_of
 from tpengine.layers.rows.cache import Rows
 from tpengine.layout.parameters import Piece, pieces_of, stage_specs
-from tpengine.model.block import Block, computed_again
+from tpengine.model.block import Block, computed_again, hand_on
 from tpengine.model.parts import Parts
-from tpengine.model.residual import Sum, is_watched, normed, whole
+from tpengine.model.residual import Sum, normed, whole
 from tpengine.plan import Recompute
 
 
@@ -106,19 +106,18 @@ class Transformer(nn.Module):
         rows = seq if self.position.documents is None else self.position.documents
         left: Tensor | Sum = self._embedded(x, rows) if first == 0 else x
         for i in range(first, last):
-            block: Any = self.layers[str(i)]
+            block = self.layers[str(i)]
             # What is computed again keeps one tensor, its input: there a sum is made between blocks.
             again = self.recompute is Recompute.BLOCK
-            left = computed_again(block, left, rows) if again else block.hand_on(left, rows)
+            left = computed_again(block, left, rows) if again else hand_on(block, left, rows)
         if last < self.model.num_layers:
             return whole(left)
         y: Tensor = self.lm_head(self._last_norm(left))
         return y
 
     def _last_norm(self, x: Tensor | Sum) -> Tensor:
-        if isinstance(x, Sum) and not is_watched(self.norm):
-            return normed(self.norm, x)[0]
-        y: Tensor = self.norm(whole(x))
+        # A tensor has no other use after this norm, whose pass has no gradient to add.
+        y: Tensor = normed(self.norm, x)[0] if isinstance(x, Sum) else self.norm(x)
         return y
 
     def _embedded(self, tokens: Tensor, rows: Rows) -> Tensor:

@@ -7,6 +7,7 @@ handed on. What a block offers (model/block.py):
     attend, feed    its attention and its feed-forward network, with what belongs behind them (bias of the output,
                     dropout)
     normed          (norm(x), x), where x may be a sum that the block before has left to this norm
+    normed_sum      (norm(x + branch), x + branch), in one pass
     left            x + branch, or that sum left to the next norm, which makes it in its own pass
     again           runs a function so that backward can compute it once more (`--parallel.recompute attention`)
 
@@ -26,7 +27,7 @@ def pre_norm(block: Any, x: Any, seq: Any) -> Any:
         return block.attend(normed, seq), x
 
     attended, x = block.again(attention, x)
-    normed, x = block.post_attention_layernorm.add(attended, x)
+    normed, x = block.normed_sum(block.post_attention_layernorm, x, attended)
     return block.left(x, block.feed(normed))
 
 
@@ -38,7 +39,7 @@ def sandwich_norm(block: Any, x: Any, seq: Any) -> Any:
         return block.post_attention_layernorm(block.attend(normed, seq)), x
 
     attended, x = block.again(attention, x)
-    normed, x = block.pre_feedforward_layernorm.add(attended, x)
+    normed, x = block.normed_sum(block.pre_feedforward_layernorm, x, attended)
     return block.left(x, block.post_feedforward_layernorm(block.feed(normed)))
 
 
