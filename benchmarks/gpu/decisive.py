@@ -1,12 +1,13 @@
 """The cases that run first: what decides the next work, in the order of what it decides, as plain data. No torch.
 
 Each has the seconds that it is expected to take on a GPU that has compiled nothing yet; no GPU has run them. Together
-they take nine and a half minutes: where there is less time, the last ones are left for the next start.
+they fit into the nine minutes of a run: where there is less time, what no longer fits waits for the next start.
 
     steps, host                         whether anything else matters
-    products, attention, blocks         what training takes by default on this kind of GPU
+    products, attention                 what training takes by default on this kind of GPU
     a block as graphs                   what graphs would bring
-    tests                               whether what won may be switched on
+    norms, gates, blocks                what kernels between the products take, and by which configurations
+    tests                               whether what won may be switched on: in the dtype of training, 16 bits
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ CASES = "benchmarks.gpu.cases"
 # What every test imports, and what the trainer does; neither needs what the command line does.
 TESTS = ("pytest", "hypothesis", "xdist")
 TRAINING = ("numpy",)
+# Tests of operators, and those of operators that read rows and are launched in every step.
+OPS = "tests/kernels/ops"
+ROWS = [*(f"{OPS}/test_{name}.py" for name in ("norm", "adamw", "clip", "rope", "activation")), f"{OPS}/cross_entropy"]
 # What a micro-batch of llama_1b has.
 _BATCH = 4
 _BACKENDS = ["sdpa_flash", "sdpa_flash_deterministic", "sdpa_cudnn"]
@@ -39,10 +43,10 @@ def decisive(out: Path) -> list[Case]:
         *_attention(out),
         _case("graph/block", 20, "block:as_graphs", preset="llama_1b", needs=TRAINING),
         _tiles("llama3_8b", ["forward"], 15, out),
-        *_tests(),
         _case("norm_backward/llama_1b", 15, "kernels.between:norm_backward", model="llama_1b", tokens=8192),
         _gates(out),
         _case("blocks", 15, "kernels.blocks:measure", model="llama_1b", tokens=8192),
+        *_tests(),
     ]
 
 
@@ -135,16 +139,17 @@ def _attention(out: Path) -> list[Case]:
 
 
 def _tests() -> list[Case]:
-    """The tests of what may be switched on: attention with torch's, products, rows; each fused kind once, in graphs."""
+    """The tests of what may be switched on; each fused kind once, in graphs. Other dtypes and operators: plan.py."""
 
     def tests(name: str, seconds: float, chosen: str, *paths: str, needs: tuple[str, ...] = ()) -> Case:
         return _case(f"tests/{name}", seconds, "tests:run", (*TESTS, *needs), paths=paths, chosen=chosen)
 
-    ops, layers = "tests/kernels/ops", "tests/tpengine/layers"
-    rows = [f"{ops}/test_{name}.py" for name in ("norm", "adamw", "rope", "activation", "embedding", "dropout")]
+    in_bfloat16 = "([gpu and not [gpu-float)"
+    attention = [f"{OPS}/attention", "tests/tpengine/layers/test_torch_attention.py"]
+    matmul = [f"{OPS}/test_{name}.py" for name in ("matmul", "tuned", "wgrad_choice")]
     return [
-        tests("attention", 60, "[gpu", f"{ops}/attention", f"{layers}/test_torch_attention.py", needs=TRAINING),
-        tests("matmul", 50, "[gpu or tuned_tile", f"{ops}/test_matmul.py", f"{ops}/test_tuned.py"),
-        tests("rows", 60, "[gpu", *rows, f"{ops}/cross_entropy"),
-        tests("fused_kinds", 60, "each_kind and cuda-2", "tests/kernels/fused/test_cuda_calls.py"),
+        tests("attention", 40, f"{in_bfloat16} or on_a_gpu", *attention, needs=TRAINING),
+        tests("matmul", 35, f"{in_bfloat16} or tuned_tile or a_gpu_adds", *matmul),
+        tests("rows", 35, in_bfloat16, *ROWS),
+        tests("fused_kinds", 40, "each_kind and cuda-2", "tests/kernels/fused/test_cuda_calls.py"),
     ]

@@ -65,8 +65,8 @@ class Case:
 def chosen(cases: Sequence[Case], seconds_left: float) -> list[Case]:
     """Return the cases for the time that is left, in the order of their phases.
 
-    Those of the first phase are taken in their order, each if it still fits: what is dropped is dropped from the end.
-    Then come the worthiest per second; a lesser one may fill what remains.
+    Those of the first phase are taken in their order, each if it still fits: behind one that is too long, a shorter one
+    may. Then come the worthiest per second; a lesser one may fill what remains.
     """
     first = [case for case in cases if case.phase == FIRST_PHASE]
     others = [case for case in cases if case.phase != FIRST_PHASE]

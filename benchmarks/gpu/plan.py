@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.decisive import CASES, TESTS, TRAINING, decisive
+from benchmarks.gpu.decisive import CASES, OPS, ROWS, TESTS, TRAINING, decisive
 from benchmarks.gpu.declared import OVERLAPS, Case
 
 # What transformers reads weights with, and its models need.
@@ -98,6 +98,8 @@ def _tests() -> list[Case]:
         tests("layouts", 350, 120, "test_cuda", "tests/tpengine/training/layouts/test_cuda.py", needs=TRAINING),
         # One of its tests is that ranks do not share a GPU unless they are told to.
         tests("memory", 30, 60, "cuda", "tests/kernels/symmetric/test_cuda_memory.py", environment={OVERLAPS: "0"}),
+        tests("other_dtypes", 150, 90, "[gpu-float", f"{OPS}/attention", f"{OPS}/test_matmul.py", *ROWS),
+        tests("other_rows", 50, 25, "[gpu", f"{OPS}/test_embedding.py", f"{OPS}/test_dropout.py"),
         tests("block", 90, 30, "[gpu", f"{fused}/test_block.py", needs=TRAINING),
         Case("pulls", "c", 40, 45, f"{CASES}.kernels.fused:pulls", {"ranks": 4, "calls": 100_000, "seconds": 30.0}),
         Case("pulls/late_processes", "c", 20, 60, f"{protocol}:pulls", {"ranks": 2, "calls": 1000, "late": True}),

@@ -2,7 +2,8 @@
 
 A block's launches are the difference between a step with two layers and one with one: so what a block hands to the
 next, such as a sum for its norm, is counted where it is launched. The end of a step is that of the whole model: zeros
-for the gradients, their norm, clipping and the update. A row changes with the engine, and nothing in this file.
+for the gradients, their norm, clipping and the update. A row changes with the engine, and nothing in this file; what it
+does not have from a GPU's own choice is said in step.py, and by the row's `attention` and `weight_gradients`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tpkernels.launch import INTERPRETED, Target
 
 from benchmarks.harness.journal import append
 from benchmarks.harness.rows import make_row
-from benchmarks.launches.step import BACKWARD, END, FORWARD, Launch, step_of
+from benchmarks.launches.step import BACKWARD, COUNTED, END, FORWARD, Launch, step_of
 from benchmarks.launches.traffic import Call, moved_bytes
 from tpengine.config.presets import preset_config
 
@@ -132,4 +133,4 @@ def _moved(launches: Sequence[KernelLaunches], jobs: int) -> Mapping[tuple[str, 
 
 def _write(options: Options, case: str, fields: Mapping[str, Any]) -> None:
     if options.out is not None:
-        append(options.out, make_row(case, threads_per_rank=1, fields=fields))
+        append(options.out, make_row(case, threads_per_rank=1, fields={**fields, **COUNTED}))

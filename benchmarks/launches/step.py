@@ -4,6 +4,9 @@ Launches of Triton kernels are observed (tpkernels.launch.observed). torch's ope
 each is counted as the kernels that it is known to launch: none for a view or an allocation, one for most, and for
 operators on lists of tensors as many as torch cuts them into. A product counts as one; cuBLAS may split it and launch a
 second kernel that adds the parts up. Only a GPU's profile shows that (`python -m benchmarks.run gpu`).
+
+Gradients are packed as on a GPU, but two choices need a real one: attention and weight gradients are counted as our
+kernels, where sm_90 by default takes cuDNN's attention, if it is new enough, and torch.addmm for each weight gradient.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from tpengine.training.step_batch import StepBatch
 from tpengine.training.trainer import Trainer
 
 META = torch.device("meta")
+# Whose kernels are counted where a GPU may take torch's, as rows say it.
+COUNTED: Mapping[str, str] = MappingProxyType({"attention": "ours", "weight_gradients": "ours"})
 # Parts of a step, as rows call them.
 FORWARD, BACKWARD, END, OTHER = "forward", "backward", "end", "other"
 _PARTS: Mapping[Kind, str] = MappingProxyType({Kind.F: FORWARD, Kind.B: BACKWARD, Kind.CLIP: END, Kind.STEP: END})
@@ -90,7 +95,8 @@ class _Watch(TorchDispatchMode):
                 return OPDEFS[func.name().removesuffix("." + func._overloadname)]._init_fn(*args, **kwargs)
         result = func(*args, **kwargs)
         number, leaves = num_kernels(func, args), tree_leaves((args, kwargs, result))
-        if number and any(isinstance(leaf, Tensor) for leaf in leaves):
+        # What touches the host's tensors alone launches nothing.
+        if number and any(isinstance(leaf, Tensor) and leaf.device == META for leaf in leaves):
             self.launches.append(Launch(self.part, f"aten.{func.overloadpacket.__name__}", number, _bytes_of(leaves)))
         return result
 
@@ -141,12 +147,11 @@ def step_of(preset: str, num_layers: int, target: Target) -> list[Launch]:
         target: which GPU.
     """
     base = preset_config(preset)
-    config = replace(
-        base, model=replace(base.model, num_layers=num_layers), train=replace(base.train, num_micro_batches=1)
-    )
+    train = replace(base.train, num_micro_batches=1, attention="ours")
+    config = replace(base, model=replace(base.model, num_layers=num_layers), train=train)
     watch = _Watch()
     with _one_rank():
-        trainer = Trainer(validate(config, 1), open_corpus(config), META, draws=False)
+        trainer = Trainer(validate(config, 1), open_corpus(config), META, draws=False, packs_gradients=True)
         try:
             _watch_parts(trainer, watch)
             trainer.batch.step = _batch(config)

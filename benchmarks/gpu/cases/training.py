@@ -28,6 +28,7 @@ from tpengine.distributed.local_ranks import run_ranks
 from tpengine.distributed.loopback import loopback_variables
 from tpengine.layout.flops import step_flops
 from tpengine.observe.metrics import peak_flops_per_second
+from tpengine.training.run.attention_taken import attention_taken
 
 _MODULE = "benchmarks.gpu.cases.training"
 # Of a loss in bfloat16; in float32 rounding explains far less.
@@ -173,6 +174,8 @@ def against_torch(
         check = f"failed: with equal weights and tokens the first losses must agree: {said}"
     samples = interleave({name: side.seconds for name, side in sides.items()}, rounds=steps)
     fields = _of_step(config, Spread.of(samples["ours"]), device) | {"compiled": compiles, "attention": attention}
+    # What was asked for is not what was taken; torch's side leaves it to torch.
+    fields |= {"attention_taken": attention_taken(config, device), "rival_attention": "torch's default"}
     for name in rivals:
         fields |= spread_fields(name, "seconds", Spread.of(samples[name]))
         over = Spread.of(paired_ratios(samples["ours"], samples[name]))

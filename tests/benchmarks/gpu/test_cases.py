@@ -23,8 +23,10 @@ from support.ranks.rank_pool import RankPool
 pytest.importorskip("triton")
 
 import triton
+from tpkernels.launch import Target
+from tpkernels.ops.norm.kernel import BackwardConfig
 
-from benchmarks.gpu.cases.kernels import engines, fused, tiles
+from benchmarks.gpu.cases.kernels import between, engines, fused, tiles
 from benchmarks.gpu.cases.training import loss_fields
 from benchmarks.harness.journal import append, read
 from benchmarks.harness.shapes import REHEARSED
@@ -63,6 +65,23 @@ def test_a_tile_that_does_not_fit_is_not_wrong(tmp_path: Path) -> None:
     left_out = read(rows)
     assert len(left_out) == len(tiles.SMALL_CANDIDATES)
     assert all(row["check"] == "passed" and row["left_out"] and "tile_us" not in row for row in left_out)
+
+
+def test_a_norms_wrong_backward_is_named_with_and_without_a_residual(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each failure has the name that its time would have, so that none replaces another."""
+    config = BackwardConfig(num_stages=2)
+    sums = torch.zeros(1, 1, REHEARSED.hidden)
+    monkeypatch.setattr(between, "target_of", lambda x: Target("cuda", 90))
+    monkeypatch.setattr(between, "backward_config", lambda target: config)
+    monkeypatch.setattr(between, "launch_norm", lambda x, *_: (None, None, None, torch.ones(len(x))))
+    monkeypatch.setattr(between, "launch_norm_backward", lambda dy, *_, **__: (torch.zeros_like(dy), sums))
+    rows = tmp_path / "rows.jsonl"
+    assert between.norm_backward(rows, REHEARSED.name, tokens=4, rounds=1, programs=()) == 1
+    failed = [row["case"] for row in read(rows) if row["check"] != "passed"]
+    name = "x".join(map(str, config))
+    assert failed == [f"norm_backward/{REHEARSED.name}/residual_{residual}/{name}" for residual in (0, 1)]
 
 
 def grids_of_own_bars(rows: Path) -> list[int]:

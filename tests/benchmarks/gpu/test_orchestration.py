@@ -229,7 +229,7 @@ def test_what_fits_is_chosen_by_worth_per_second() -> None:
     assert names(130) == ["poor", "long", "good", "best"]
 
 
-def test_what_decides_is_taken_in_its_order_and_dropped_from_the_end() -> None:
+def test_what_decides_is_taken_in_its_order_as_far_as_it_fits() -> None:
     cases = [case("last", 99, 1, "b"), *(case(name, 0, 10, FIRST_PHASE) for name in ("one", "two", "three"))]
     names = {seconds: [one.name for one in chosen(cases, seconds)] for seconds in (9, 19, 20, 25, 31)}
     assert names == {
@@ -239,18 +239,20 @@ def test_what_decides_is_taken_in_its_order_and_dropped_from_the_end() -> None:
         25: ["one", "two", "last"],
         31: ["one", "two", "three", "last"],
     }
+    short = [*cases, case("short", 0, 5, FIRST_PHASE)]
+    assert [one.name for one in chosen(short, 26)] == ["one", "two", "short", "last"], "three is too long"
 
 
 def test_nine_minutes_decide_and_three_calls_ask_something_of_every_phase(tmp_path: Path) -> None:
     """Phases that overrun take time from later ones only."""
     cases, seconds = cases_for(tmp_path), 60 * 9 - 5
     first = [one.name for one in cases if one.phase == FIRST_PHASE]
-    assert (
-        first == [one.name for one in decisive(tmp_path)]
-        and 560 <= sum(one.seconds for one in decisive(tmp_path)) <= 600
-    )
-    at_once = [one.name for one in chosen(cases, seconds)]
-    assert at_once[: len(first) - 4] == first[:-4], "all but the last four fit, whatever else there is"
+    assert first == [one.name for one in decisive(tmp_path)]
+    # The tables' seconds are off already; a look at the GPU takes a few more.
+    at_once = [one.name for one in chosen(cases, seconds - 10)]
+    assert at_once[: len(first)] == first, "all fit, whatever else there is"
+    in_table = re.findall(r"^\| \d+ \|.*\| (\d+) \|$", (ROOT / "benchmarks/gpu/README.md").read_text(), re.MULTILINE)
+    assert sum(map(int, in_table)) == sum(one.seconds for one in decisive(tmp_path)) == 520
     waiting, phases = cases, set[str]()
     for _ in range(3):
         call = chosen(waiting, seconds)
@@ -474,17 +476,26 @@ def test_tests_that_see_no_gpu_are_no_success(tmp_path: Path) -> None:
     assert summary["check"] == "failed: 1 tests see no GPU" and summary["num_passed"] == 1
 
 
-def test_fused_tests_of_a_gpu_are_chosen_by_names_that_only_they_have(tmp_path: Path) -> None:
+def test_tests_of_a_gpu_are_chosen_by_names_that_only_they_have(tmp_path: Path) -> None:
     """Collected once for all cases: no name that one of them chooses is in another's file."""
-    names = ("tests/fused", "tests/fused_calls", "tests/fused_kinds")
+    names = [f"tests/{name}" for name in ("fused", "fused_calls", "fused_kinds", "attention", "matmul")]
     asked = [one.arguments for one in cases_for(tmp_path) if one.name in names]
     expression = " or ".join(f"({one['chosen']})" for one in asked)
-    paths = sorted({path for one in asked for path in one["paths"]})
+    # Of the last two the files in which no test has a rung in its name.
+    alone = {
+        "test_torch_attention.py": "test_on_a_gpu_errors_are_at_most_twice_ours",
+        "test_tuned.py": "test_a_tuned_tile_is_launched",
+        "test_wgrad_choice.py": "test_a_gpu_adds_without_rounding",
+    }
+    paths = sorted(path for one in asked for path in one["paths"] if "fused" in path or Path(path).name in alone)
     command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", "-q", "-k", expression, *paths]
     done = run_program(command, capture_output=True, text=True, cwd=ROOT)
     found = [line for line in done.stdout.splitlines() if "::" in line]
-    assert len(found) == 7 and all("[cuda-" in line for line in found), done.stdout
+    fused = [line for line in found if "/fused/" in line]
+    assert len(fused) == 7 and all("[cuda-" in line for line in fused), done.stdout
     assert len([line for line in found if "test_each_kind_replays" in line]) == 1
+    others = {re.sub(r"\[.*", "", line).rpartition("/")[2] for line in found if line not in fused}
+    assert others == {f"{file}::{test}" for file, test in alone.items()}
 
 
 @pytest.mark.slow

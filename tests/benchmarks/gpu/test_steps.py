@@ -79,6 +79,8 @@ def test_a_row_holds_ours_against_both_rivals(tmp_path: Path, monkeypatch: pytes
     (row,) = read(tmp_path / "rows.jsonl")
     assert row["ours_over_torch_median_ratio"] == pytest.approx(3 / 4)
     assert row["ours_over_torch_float32_median_ratio"] == pytest.approx(3 / 5)
+    assert (row["attention"], row["attention_taken"]) == ("auto", "ours: on cpu")
+    assert row["rival_attention"] == "torch's default"
     assert row["model_attention_whole_flops_per_second"] > row["model_attention_half_flops_per_second"] > 0
     # Behind the first steps of each they take turns.
     rounds = [taken[i : i + 3] for i in range(9, 24, 3)]

@@ -1,6 +1,6 @@
 """Rung: pure. What a step launches, by the engine's trainer on tensors without memory; only a GPU's profile shows more.
 
-No number of the engine's is asserted: a number changes with the engine. What is counted by whom is.
+Only one number of the engine's is asserted, by which packed gradients show: others change with the engine.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def test_bytes_are_those_of_each_operand_once() -> None:
     with watch:
         torch.add(x, x[:1].expand(4, 8))  # a row that is repeated lies in memory once
         x.view(32).mul_(2.0)
+        torch.ones(4)[torch.tensor([0, 1])] += 1  # the host's
     kernels = [(one.kernel, one.operands_bytes) for one in watch.launches]
     assert kernels == [("aten.add", 64 + 16 + 64), ("aten.mul_", 64)]
 
@@ -76,10 +77,15 @@ def rows_of(out: Path) -> int:
     return main(Options(traffic=False, out=out))
 
 
-def test_a_row_per_kernel_and_per_part(ranks: RankPool, tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
+@pytest.fixture(scope="module")
+def rows(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The rows of llama_1b by their names."""
+    out = tmp_path_factory.mktemp("launches") / "rows.jsonl"
     assert ranks.run(rows_of, 1, out) == [0]
-    rows = {row["case"]: row for row in map(json.loads, out.read_text().splitlines())}
+    return {row["case"]: row for row in map(json.loads, out.read_text().splitlines())}
+
+
+def test_a_row_per_kernel_and_per_part(rows: dict[str, dict[str, Any]]) -> None:
     for part in (FORWARD, BACKWARD, END):
         of_part = rows[f"launches/llama_1b/{part}"]
         kernels = {
@@ -88,3 +94,9 @@ def test_a_row_per_kernel_and_per_part(ranks: RankPool, tmp_path: Path) -> None:
         assert of_part["kernels"] == {name: row["num_launches"] for name, row in kernels.items()}
         assert of_part["num_launches"] == sum(of_part["kernels"].values())
         assert of_part["least_bytes"] == sum(row["least_bytes"] for row in kernels.values())
+
+
+def test_weight_gradients_are_counted_packed_as_a_gpu_has_them(rows: dict[str, dict[str, Any]]) -> None:
+    """A block has seven weights and four products: of q, k, v, of the output, of gate and up, and of down."""
+    assert rows["launches/llama_1b/backward/matmul_kernel"]["num_launches"] == 4
+    assert {(row["attention"], row["weight_gradients"]) for row in rows.values()} == {("ours", "ours")}

@@ -6,7 +6,7 @@ The layers choose for each call, by the same function (tpkernels.ops.attention.c
 from __future__ import annotations
 
 import torch
-from tpkernels.ops.attention.choice import Choice, Problem, choose
+from tpkernels.ops.attention.choice import Choice, Problem, Whose, choose
 
 from tpengine.architectures import describe
 from tpengine.architectures.registry import architecture_of
@@ -16,7 +16,7 @@ _NAMES = {"cudnn": "cuDNN", "flash": "FlashAttention", "math": "unfused", "varle
 
 
 def attention_taken(config: Config, device: torch.device) -> str:
-    """Return whose attention the layers of a run take, and why, in one line.
+    """Return whose attention the layers of a run take, and why, in one line; phase by phase where phases differ.
 
     Args:
         config: validated.
@@ -27,15 +27,21 @@ def attention_taken(config: Config, device: torch.device) -> str:
     """
     if config.train.reduction == "exact":
         return "ours: exact mode's bits repeat"
-    counts: dict[str, int] = {}
-    for phase in phases_of(config):
-        for problem, number in _problems(phase.config, device).items():
-            said = _words(choose(problem, config.train.attention))
-            counts[said] = counts.get(said, 0) + number
-    words = [f"{text} ({number} of {sum(counts.values())} layers)" for text, number in counts.items()]
-    text = "; ".join(words if len(counts) > 1 else counts)
+    said = [_of_phase(phase.config, config.train.attention, device) for phase in phases_of(config)]
+    text = said[0] if len(set(said)) == 1 else "; ".join(f"phase {i}: {words}" for i, words in enumerate(said, 1))
     repeats = "torch's" not in text or config.train.attention == "torch"
     return text if repeats else f"{text}; gradients may differ from run to run: --train.attention ours repeats them"
+
+
+def _of_phase(config: Config, whose: Whose, device: torch.device) -> str:
+    """Return whose attention the layers of a phase take; with how many of them, where they differ."""
+    counts: dict[str, int] = {}
+    for problem, number in _problems(config, device).items():
+        said = _words(choose(problem, whose))
+        counts[said] = counts.get(said, 0) + number
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{text} ({number} of {sum(counts.values())} layers)" for text, number in counts.items())
 
 
 def _words(choice: Choice) -> str:

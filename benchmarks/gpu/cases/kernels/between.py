@@ -111,6 +111,7 @@ def norm_backward(
     for block_bytes, stages, most in itertools.product(_NORM_BYTES, _NORM_STAGES, programs):
         configs[BackwardConfig(block_bytes, present.elements_per_warp, stages, most)] = None
     for residual in (False, True):
+        case = f"norm_backward/{model}/residual_{int(residual)}"
         work = norm_backward_work(tokens, width, x.element_size(), residual=residual)
         given = (dy, dtotal if residual else None, x, x[0], mean, rstd, 1, False, False)
         want, want_sums = _wide_gradients(*given[:4], rstd)
@@ -125,7 +126,7 @@ def norm_backward(
             dx, sums = launch_norm_backward(*given, config=config)
             error = float((dx.double() - want).abs().max())
             if not (error <= allowed and torch.allclose(sums[0, 0].double(), want_sums, rtol=1e-3, atol=1e-2)):
-                write(rows, f"norm_backward/{model}/{name}", {}, f"failed: wrong by {error:.2g}, or its dw is")
+                write(rows, f"{case}/{name}", {}, f"failed: wrong by {error:.2g}, or its dw is")
                 is_wrong = True
                 continue
             calls[name] = functools.partial(launch_norm_backward, *given, config=config)
@@ -138,7 +139,7 @@ def norm_backward(
                 "memory_bytes": work.memory_bytes,
                 "is_default": name == "x".join(map(str, present)),
             }
-            write(rows, f"norm_backward/{model}/residual_{int(residual)}/{name}", fields)
+            write(rows, f"{case}/{name}", fields)
     return int(is_wrong)
 
 

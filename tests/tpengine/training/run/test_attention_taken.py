@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tpkernels.launch import Target
 from tpkernels.ops.attention import choice
 from tpkernels.ops.attention.choice import Gpu
 
-from tpengine.config import Config, validate
+from tpengine.config import Config, validate, validate_run
 from tpengine.config.presets import preset_config
 from tpengine.training.run.attention_taken import attention_taken
 
@@ -68,12 +69,25 @@ def test_layers_of_several_kinds_are_counted(monkeypatch: pytest.MonkeyPatch) ->
     windows = tuple(512 if layer % 2 else 0 for layer in range(model.num_layers))
     details = replace(model.details, windows=windows)
     config = configured({"model": {"architecture": "mistral", "details": details}})
-    assert taken(config).startswith("torch's cuDNN: by rule for sm_90 (8 of 16 layers); torch's varlen_attn: by rule")
+    assert taken(config).startswith("torch's cuDNN: by rule for sm_90 (8 of 16 layers), torch's varlen_attn: by rule")
     monkeypatch.setattr(choice, "varlen_attn", lambda query: query)
     choice._choose.cache_clear()
     assert "ours: varlen_attn of torch" in taken(config)
     with pytest.raises(ValueError, match=r"has no enable_gqa and no scale and no window_size: use attention auto"):
         taken(replace(config, train=replace(config.train, attention="torch")))
+
+
+@pytest.mark.usefixtures("hopper")
+def test_phases_that_differ_are_said_one_by_one(tmp_path: Path) -> None:
+    """Their layers are not added up; phases that are alike are said once."""
+    given, config = tmp_path / "phases.toml", replace(configured(), phases=str(tmp_path / "phases.toml"))
+    given.write_text("[[phase]]\nuntil = 10\ntrain.seq_len = 256\n\n[[phase]]\ntrain.seq_len = 2048\n")
+    assert attention_taken(validate_run(config, 1), GPU) == (
+        "phase 1: ours: 256 tokens are fewer than 512; phase 2: torch's cuDNN: by rule for sm_90; "
+        "gradients may differ from run to run: --train.attention ours repeats them"
+    )
+    given.write_text("[[phase]]\nuntil = 10\n\n[[phase]]\ntrain.seq_len = 1024\n")
+    assert attention_taken(validate_run(config, 1), GPU) == taken(configured())
 
 
 @pytest.mark.parametrize(
