@@ -89,6 +89,8 @@ def _moved(call: Call) -> int:
 
     set_dim, set_idx = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
     arguments = [_with_memory(argument) for argument in call.arguments]
+    # What a GPU's warps pass on each by itself, one thread passes on for all here (attention/gradient/turns.py).
+    one_thread = {"ARRIVALS": 1} if "ARRIVALS" in call.constants else {}
     with (
         counting("create_masked_load", (0, 1)),
         counting("create_masked_store", (0, 2)),
@@ -96,7 +98,7 @@ def _moved(call: Call) -> int:
         patch.object(interpreter_builder, "set_grid_dim", lambda *_: set_dim(*(*call.grid, 1, 1)[:3])),
         patch.object(interpreter_builder, "set_grid_idx", lambda x, y, z: set_idx(xs[x], y, z)),
     ):
-        kernel[(len(xs),)](*arguments, **call.constants)
+        kernel[(len(xs),)](*arguments, **call.constants | one_thread)
     scale = first / len(xs)
     for size in others:
         scale *= size

@@ -9,6 +9,8 @@ from support.ranks.rank_pool import RankPool
 pytest.importorskip("triton")
 
 from tpkernels.launch import Target, observed
+from tpkernels.ops.attention.gradient.backward import launch_attention_backward
+from tpkernels.ops.attention.problem import Options, Sides, Tables
 from tpkernels.ops.matmul.kernel import launch_matmul
 from tpkernels.ops.norm.kernel import launch_norm
 
@@ -17,12 +19,16 @@ from benchmarks.launches.traffic import Call
 
 
 def calls_of(name: str) -> list[Call]:
-    """The launches of a norm or of a product, of tensors without memory."""
+    """The launches of a norm, of a product or of attention's backward, of tensors without memory."""
     calls: list[Call] = []
     with observed(Target("cuda", 90), lambda *call: calls.append(Call.of(call))):
         x = torch.empty(96, 128, dtype=torch.bfloat16, device="meta")
         if name == "norm":
             launch_norm(x, x[0], None, None, 1e-5, False)
+        elif name == "attention":
+            q, lse = x.view(1, 96, 2, 64), torch.empty(1, 2, 96, device="meta")
+            options = Options(True, 0, 0.125, False, 0.0, ())
+            launch_attention_backward(q, q, q, q, q, lse, (q, q, q), Tables(None, None), Sides(None, None), options)
         else:
             launch_matmul(x, x.T)
     return calls
@@ -48,3 +54,12 @@ def test_a_product_loads_operands_once_a_tile(interpreters: RankPool) -> None:
     (((moved,), call),) = interpreters.run(counted, 1, "matmul", 64)
     rows, columns = (-(-96 // call.constants[name]) for name in ("BLOCK_M", "BLOCK_N"))
     assert moved == (columns + rows) * 96 * 128 * 2 + 96 * 96 * 2
+
+
+def test_turns_of_a_gpus_warps_are_taken_by_one_thread(interpreters: RankPool) -> None:
+    """Backward of attention with five products: delta, the gradients, dq in its dtype."""
+    (((delta, gradients, dq), call),) = interpreters.run(counted, 1, "attention", 64)
+    size = 96 * 128
+    assert call.constants.get("ARRIVALS") is None and delta >= 2 * 2 * size and dq == (4 + 2) * size
+    # At least q, k, v and dy.
+    assert gradients >= 4 * 2 * size
