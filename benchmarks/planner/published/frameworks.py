@@ -1,4 +1,4 @@
-"""The engine of a row, as options of the cost model: what its framework computes, keeps and sends otherwise than ours.
+"""The engine of a row, as options of its costs: what its framework computes, keeps and sends otherwise than ours.
 
 Chosen by what the row says of its system, precision and layout, from the frameworks' own sources and papers; never by
 what was measured. README.md lists each option with its source.
@@ -19,11 +19,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tpengine.advice.published.row import SCALING, Row, meaning_of
-from tpengine.advice.published.sizes import Sizes, schedule_words
-from tpengine.advice.question import ALLOCATOR_SHARE
-from tpengine.simulate.modelled.engines.engine import Beside, Engine, Steps
-from tpengine.simulate.modelled.engines.flash import (
+from benchmarks.planner.published.engine import (
     CUDNN_ON_HOPPER,
     FLASH_1_IN_CUDA_ON_AMPERE,
     FLASH_1_ON_AMPERE,
@@ -31,8 +27,14 @@ from tpengine.simulate.modelled.engines.flash import (
     FLASH_2_ON_AMPERE,
     FLASH_2_ON_HOPPER,
     FLASH_3_ON_HOPPER,
+    Beside,
+    Engine,
     FlashKernel,
+    Steps,
 )
+from benchmarks.planner.published.row import SCALING, Row, meaning_of
+from benchmarks.planner.published.sizes import Sizes, schedule_words
+from tpengine.advice.question import ALLOCATOR_SHARE
 
 _HOPPER_AND_LATER = ("h100", "h200", "h800", "b200", "b300", "mi3")
 _FRAMEWORKS_WITH_FLASH = (
@@ -140,7 +142,7 @@ class EngineOfRow:
     """An engine and how its plan is lowered.
 
     Attributes:
-        engine: options of the cost model.
+        engine: options of its costs.
         name: of the framework's kind.
         dtype: of weights and activations in products.
         recomputes: whether each block is computed again.

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.planner.published.engine import Engine, num_logits, sizes_for
 from tpengine.config import Config
 from tpengine.plan import Kind, Plan, Recompute
 from tpengine.simulate.costs import ChunkBytes
-from tpengine.simulate.modelled.engines.engine import Engine, num_logits, sizes_for
 from tpengine.simulate.modelled.held.bytes import BlockBytes
 
 # Statistics of attention are float32.
@@ -59,7 +59,7 @@ def engine_activations(config: Config, tp: int, plan: Plan, engine: Engine) -> d
         # A block computed again is there whole, once; the gradients of its widest tensor and of its input besides.
         gradients = 2 * size.middle * size.num_gated * size.item + block.x
         working = gradients + block.core + block.whole - each
-        _, in_forward, in_backward = _loss_bytes(engine, size.item) if index == last else (0, 0, 0)
+        _, in_forward, in_backward = engine.loss_bytes if index == last else (0, 0, 0)
         logits = num_logits(size, engine)
         forward = max(block.whole - each, 2 * size.middle * size.item) + in_forward * logits
         found[index] = ChunkBytes(
@@ -114,9 +114,4 @@ def _half(size: BlockBytes, block: _Kept) -> int:
 
 def _head(size: BlockBytes, block: _Kept, engine: Engine) -> int:
     """Bytes of the last norm's input and output, and what the loss keeps."""
-    return 2 * block.x + _loss_bytes(engine, size.item)[0] * num_logits(size, engine)
-
-
-def _loss_bytes(engine: Engine, item: int) -> tuple[int, int, int]:
-    """Return bytes per logit: kept; besides in forward; besides in backward."""
-    return engine.loss_bytes or (item, 0, 0)
+    return 2 * block.x + engine.loss_bytes[0] * num_logits(size, engine)
