@@ -1,8 +1,8 @@
 """What another engine does differently from ours, as options of its costs; and its kernels of attention.
 
 Others are described by what they compute and keep, so that runs of theirs are simulated as our own are. No option is a
-setting of a run. frameworks.py says which ones a row's engine has; operators.py, chunk.py, costs.py and kept.py what
-each changes.
+setting of a run. frameworks.py says which ones a row's engine has; operators.py, chunk.py and costs.py what each
+changes.
 """
 
 from __future__ import annotations
