@@ -48,8 +48,6 @@ TORCH_FREE = [
     "tpengine.commands.checkpoint.listing",
     "tpengine.commands.checkpoint.verify",
     "tpengine.commands.data.write",
-    "tpengine.advice.published",
-    "tpengine.commands.planning.plan_table",
     "tpengine.commands.planning.schedule",
     "tpengine.commands.planning.schedule_model",
     "tpkernels",

@@ -119,9 +119,7 @@ def _commands() -> dict[str, _Command]:
             "say why the steps of a run take as long as they do, and what helps",
         ),
         "watch": _Command(watching.add_arguments, watching.watch, "draw what runs report, while they go on"),
-        "plan": _Command(
-            plan.add_arguments, plan.print_plan, "work a layout out, or predict a table of published runs"
-        ),
+        "plan": _Command(plan.add_arguments, plan.print_plan, "work one layout out: its step by cause, and its memory"),
         "data": _Command(data.add_arguments, data.run_data, "write a token file from text files", data.DESCRIPTION),
         "import": _Command(
             weights.add_import_arguments,

@@ -160,7 +160,7 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
             ),
             (
                 "published",
-                "planner.published",
+                "planner.published.command",
                 "predicted steps and memory of runs that others published, against what they measured",
             ),
             (

@@ -7,5 +7,4 @@ recorded.py                   a machine as a recorded run found it
 sheets/      one layout's plan, simulated: its time by cause, its memory
 search/      what is left out without a plan; the fastest that fit
 diagnose/    a run that has recorded steps: why its step takes as long as it does
-published/   published training runs of any engine, predicted row by row
 """

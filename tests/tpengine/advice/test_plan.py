@@ -79,7 +79,7 @@ def test_plan_and_schedule_print_the_same_step(capsys: pytest.CaptureFixture[str
         (["--global-batch", "33"], ["must be divisible by dp", "use --global-batch 32"]),
         (["--ranks", "16"], ["tp*pp*dp must equal the number of ranks", "use --ranks 8"]),
         (["--schedule", "zbv", "--recompute", "full", "--pp", "16", "--ranks", "64"], ["every chunk of a schedule"]),
-        (["--out", "x.csv"], ["--table and --out belong together"]),
+        (["--table", "x.csv", "--out", "y.csv"], ["use python -m benchmarks.run published --table FILE --predictions"]),
     ],
     ids=str,
 )

@@ -2,7 +2,6 @@
 
 advise.py                       `tpengine advise`: the fastest layouts on a machine, and why the others lose
 plan.py                         `tpengine plan`: one layout worked out
-plan_table.py                   `tpengine plan --table`: published runs, predicted row by row
 schedule.py schedule_model.py   `tpengine schedule`: print and draw the plan of a schedule or of a configuration
 asked.py fixed.py               what these are asked: model, machine, batch, settings that are fixed
 layout_asked.py phase_asked.py  one layout, and the phases of a run in it

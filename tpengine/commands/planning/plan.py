@@ -1,4 +1,4 @@
-"""`tpengine plan`: one layout worked out, or a table of published runs predicted row by row. No torch."""
+"""`tpengine plan`: one layout worked out. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tpengine.advice.question import Question
 from tpengine.advice.sheets.memory import memory_lines
 from tpengine.advice.sheets.sheet import Sheet
 from tpengine.advice.words import sheet_json, sheet_lines
-from tpengine.commands.planning import plan_table
+from tpengine.commands.parsing import Removed
 from tpengine.commands.planning.asked import (
     add_question_arguments,
     lacks_weights,
@@ -35,18 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--explain-memory", action="store_true", help="print formulas of memory, numbers put in")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the sheet to FILE, one for each phase")
     add_phase_arguments(parser, number=False)
-    plan_table.add_arguments(parser)
+    published = "python -m benchmarks.run published --table FILE --predictions FILE, in a checkout"
+    parser.add_argument("--table", action=Removed, new=published)
 
 
 def print_plan(args: argparse.Namespace) -> None:
-    """Print one layout's sheet, or predict a table.
+    """Print one layout's sheet.
 
     Raises:
         ValueError: a layout that no run accepts: the rule, the values, the nearest choice.
     """
-    if args.table is not None or args.out is not None:
-        plan_table.print_table(args)
-        return
     refuse_several(fixed_settings(args), "tpengine plan")
     if args.json:
         check_place(args.json)

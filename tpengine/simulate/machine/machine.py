@@ -208,23 +208,18 @@ class Machine:
         )
         return max(tiled, work.memory_bytes / bandwidth) + self.kernel_s
 
-    def attention_seconds(
-        self, work: Work, dtype: str, share: float | None = None, *, seq: int = 0, name: str = ""
-    ) -> float:
-        """Return the time of attention, forward or backward, at a share of the peak; None for that of the curve.
+    def attention_seconds(self, work: Work, dtype: str, *, seq: int = 0, name: str = "") -> float:
+        """Return the time of attention, forward or backward.
 
         Args:
-            work, dtype, share: as said.
+            work, dtype: as said.
             seq, name: length of a sequence, for machines that have measured it; attention or attention_backward.
         """
         known = self._curve(dtype, name)
-        if known is not None and share is None:
+        if known is not None:
             return work.flops / known.at(seq)
-        attained = share
-        if attained is None:
-            times = self.attention_gradient if name == "attention_backward" else 1.0
-            attained = times * self.attention.at(max(1, work.flops))
-        return self._longer(work, self.peak(dtype) * attained)
+        times = self.attention_gradient if name == "attention_backward" else 1.0
+        return self._longer(work, self.peak(dtype) * (times * self.attention.at(max(1, work.flops))))
 
     def other_seconds(self, work: Work, dtype: str, name: str = "") -> float:
         """Return the time of an operator that reads and writes more than it computes; `name`: measured.OPERATORS."""

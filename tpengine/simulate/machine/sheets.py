@@ -51,8 +51,8 @@ def _scaled(curve: Curve, share: float) -> Curve:
 
 
 # Our own kernels, causal, on an H200 (benchmarks/results/nvidia_h200/gpu.jsonl): forward 0.22 of the peak for 4 heads
-# of 128 and 4,096 tokens, 0.32 for 8,192, 0.27 for 128 heads of 64 and 2,048; gradients 0.115, 0.185 and 0.135. Other
-# engines' kernels have shares of their own (modelled/engines/flash.py). Newer GPUs are assumed to attain the same.
+# of 128 and 4,096 tokens, 0.32 for 8,192, 0.27 for 128 heads of 64 and 2,048; gradients 0.115, 0.185 and 0.135. Newer
+# GPUs are assumed to attain the same.
 _ATTENTION_HOPPER, _GRADIENT_HOPPER = Curve(((1e8, 0.02), (1.7e10, 0.22), (7e10, 0.3), (5e11, 0.32))), 0.45
 # Elsewhere ours has not run. FlashAttention 2 attains 0.6 to 0.7 of an A100's peak forward, and backward 0.86 of that
 # (0.63 to 0.73); ours computes seven products backward for the five that are counted.

@@ -4,7 +4,6 @@ costs.py    the step's durations and sizes
 actions.py  what each action takes
 memory.py   what a rank holds, by kind
 times/      seconds of operators on a machine, and of the actions that they make up
-engines/    other engines: what they do differently
 held/       bytes: what is kept of a micro-batch, what actions hold, prepared copies of weights
 
 The rooms import each other from top to bottom.

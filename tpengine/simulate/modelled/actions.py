@@ -5,14 +5,13 @@ No torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from tpengine.config import Config, num_shards_of
 from tpengine.layout.step_plan import Layout
 from tpengine.plan import Chunk, Kind, Plan
 from tpengine.simulate.machine import Machine
-from tpengine.simulate.modelled.engines.engine import OURS, Engine
 from tpengine.simulate.modelled.held.touched import touched_bytes
 from tpengine.simulate.modelled.times.attention import AttentionOperators
 from tpengine.simulate.modelled.times.chunk import ChunkActions
@@ -22,7 +21,7 @@ from tpengine.simulate.modelled.times.sums import ActionSeconds, KnownSums
 
 
 def action_seconds(
-    config: Config, layout: Layout, plan: Plan, machine: Machine, engine: Engine = OURS, packed: Packed | None = None
+    config: Config, layout: Layout, plan: Plan, machine: Machine, packed: Packed | None = None
 ) -> dict[tuple[Kind, int], ActionSeconds]:
     """Return what F, B, I and W of each chunk take on one tp rank.
 
@@ -31,20 +30,35 @@ def action_seconds(
         layout: of that configuration: its tensor-parallel ranks, and how many ranks wait for each other.
         plan: its chunks, with what each recomputes and gathers again.
         machine: its rates; they are taken as the layout's ranks find them (`machine_of_ranks`).
-        engine: what it does differently from ours.
         packed: the documents of micro-batches, where attention does not cross them; the mean counts.
     """
-    tp, machine = layout.tp, machine_of_ranks(config, layout, plan, machine)
+    rates = machine_of_ranks(config, layout, plan, machine)
+    sums: KnownSums = {}
+
+    def of_chunk(chunk: Chunk, is_first: bool, is_last: bool) -> Mapping[Kind, ActionSeconds]:
+        return _of_chunk(config, layout.tp, rates, chunk, is_first, is_last, sums, packed)
+
+    return seconds_of_chunks(config, plan, of_chunk)
+
+
+def seconds_of_chunks(
+    config: Config, plan: Plan, of_chunk: Callable[[Chunk, bool, bool], Mapping[Kind, ActionSeconds]]
+) -> dict[tuple[Kind, int], ActionSeconds]:
+    """Return what the actions of each chunk take; chunks that are alike are asked for once.
+
+    Args:
+        config, plan: as for `action_seconds`.
+        of_chunk: what F, B, I and W of a chunk take, which is the first one, or the last.
+    """
     last = len(plan.chunks) - 1
     known: dict[object, Mapping[Kind, ActionSeconds]] = {}
-    sums: KnownSums = {}
     found: dict[tuple[Kind, int], ActionSeconds] = {}
     for index, chunk in enumerate(plan.chunks):
         # Chunks of equally many layers in the middle are alike, unless layers differ.
         is_alike = 0 < index < last and not config.model.details.windows
         alike = (chunk.layers[1] - chunk.layers[0], chunk.recompute, chunk.gathered) if is_alike else index
         if alike not in known:
-            known[alike] = _of_chunk(config, tp, machine, chunk, index == 0, index == last, engine, sums, packed)
+            known[alike] = of_chunk(chunk, index == 0, index == last)
         found |= {(kind, index): seconds for kind, seconds in known[alike].items()}
     return found
 
@@ -78,7 +92,7 @@ def chunk_seconds(
         is_first, is_last: which ends of the model it holds.
         known: what chunks of this configuration, tp and machine have in common, to be kept from call to call.
     """
-    return _of_chunk(config, tp, machine, chunk, is_first, is_last, OURS, {} if known is None else known)
+    return _of_chunk(config, tp, machine, chunk, is_first, is_last, {} if known is None else known)
 
 
 def _of_chunk(
@@ -88,12 +102,11 @@ def _of_chunk(
     chunk: Chunk,
     is_first: bool,
     is_last: bool,
-    engine: Engine,
     known: KnownSums,
     packed: Packed | None = None,
 ) -> Mapping[Kind, ActionSeconds]:
     def with_shards(shards: int) -> Mapping[Kind, ActionSeconds]:
-        operators = Operators(config, tp, machine, engine, shards)
+        operators = Operators(config, tp, machine, shards)
         attention = AttentionOperators(operators, config.train.micro_batch_size, packed)
         return ChunkActions(operators, attention, config.model, chunk, is_first, is_last, known).by_kind()
 

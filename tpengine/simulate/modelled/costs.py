@@ -10,34 +10,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from tpkernels.work import Work, adamw_work
 
 from tpengine.config import Config
-from tpengine.layout.parameters import ParameterSpec, chunk_specs
 from tpengine.layout.slices import slice_numel
 from tpengine.layout.state_bytes import num_weights, state_bytes
 from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, num_summed
 from tpengine.plan import Bucket, Kind, Plan, Reduced, Weights
-from tpengine.simulate import Costs
-from tpengine.simulate.costs import spec_bytes
+from tpengine.simulate import ChunkBytes, Costs
 from tpengine.simulate.machine import CPU_CORE, Machine
 from tpengine.simulate.modelled.actions import action_seconds
-from tpengine.simulate.modelled.engines.engine import OURS, Engine
-from tpengine.simulate.modelled.engines.kept import engine_activations
 from tpengine.simulate.modelled.held.activations import activation_bytes
 from tpengine.simulate.modelled.held.prepared import prepared_bytes, prepares
 from tpengine.simulate.modelled.times.packed import Packed
 
 
 def model_costs(
-    config: Config,
-    layout: Layout,
-    plan: Plan,
-    machine: Machine = CPU_CORE,
-    engine: Engine = OURS,
-    packed: Packed | None = None,
+    config: Config, layout: Layout, plan: Plan, machine: Machine = CPU_CORE, packed: Packed | None = None
 ) -> Costs:
     """Return the costs of a configuration's plan, in seconds and bytes.
 
@@ -47,71 +37,150 @@ def model_costs(
             simulator plays one tp rank of one replica.
         plan: training_plan or forward_plan of both; includes what its chunks recompute and gather again.
         machine: its rates.
-        engine: what it does differently from ours.
         packed: the documents of micro-batches, whose mean is modelled; None for whole sequences.
     """
-    per_rank = bytes_per_rank(config, layout) if engine.is_ours else _engine_bytes(config, layout, engine)
-    dtype = config.train.dtype
-    numel, item, wide = max(num for num, _ in per_rank), dtype_bytes(dtype), gradient_bytes(dtype)
-    world = layout.pp * layout.dp * layout.tp
-    seconds = action_seconds(config, layout, plan, machine, engine, packed)
-    reduced = engine.reduced_item or wide
-    sizes = {
-        bucket.index: layout.dp * slice_numel(layout.buckets[bucket.index].layout, layout.dp) for bucket in plan.buckets
-    }
-    # What each replica's optimizer updates.
-    updated = -(-numel // layout.dp) if layout.zero else numel
-    table_bytes = config.model.padded_vocab_size(layout.tp) // layout.tp * config.model.hidden_size * wide
-    ends = machine.link(2, (layout.pp - 1) * layout.dp * layout.tp, range(layout.dp * layout.tp))
-    # What a recorded run took for its updates, over what the rates say.
-    update = machine.recorded.get(Kind.STEP, 1.0)
-    costs = Costs(
-        compute={key: of.total for key, of in seconds.items()},
-        latency=machine.within.latency_s,
-        bytes_per_time=machine.within.bytes_per_s,
-        links=_links_between_nodes(layout, plan, machine),
-        reductions={
-            bucket.index: _reduction(
-                config, layout, bucket.index, _stage_of(bucket, plan), machine, reduced, is_whole=engine.reduces_whole
-            )
+    return StepCosts(config, layout, plan, machine, packed).costs()
+
+
+class StepCosts:
+    """The parts of `model_costs`; what is public is ours, and other where another engine is modelled by a subclass.
+
+    Args:
+        config, layout, plan, machine, packed: as for `model_costs`.
+    """
+
+    def __init__(
+        self, config: Config, layout: Layout, plan: Plan, machine: Machine, packed: Packed | None = None
+    ) -> None:
+        self.config, self.layout, self.plan, self.machine, self.packed = config, layout, plan, machine, packed
+        self.dtype = config.train.dtype
+        self.item, self.wide = dtype_bytes(self.dtype), gradient_bytes(self.dtype)
+        # Bytes per element of a gradient on its way between replicas.
+        self.reduced_item = self.wide
+
+    def costs(self) -> Costs:
+        """Return them all."""
+        config, layout, plan, machine = self.config, self.layout, self.plan, self.machine
+        per_rank = self.bytes_per_rank()
+        numel = max(num for num, _ in per_rank)
+        sizes = {
+            bucket.index: layout.dp * slice_numel(layout.buckets[bucket.index].layout, layout.dp)
             for bucket in plan.buckets
-        },
-        gathers={
-            bucket.index: _gather(config, layout, bucket, _stage_of(bucket, plan), sizes[bucket.index] * item, machine)
-            for bucket in plan.buckets
-            if bucket.weights is not Weights.WHOLE
-        },
-        reduce_share=machine.reduce_share,
-        ties=2 * ends.exchange_seconds(table_bytes, 2),
-        # Each gradient is read once; then one number is reduced over all ranks and broadcast.
-        clip=update
-        * (
-            machine.other_seconds(Work(memory_bytes=updated * wide), dtype)
-            + 2 * math.ceil(math.log2(world)) * machine.link(world, 1).latency_s
-        ),
-        step=update
-        * (
-            machine.other_seconds(adamw_work(updated, wide, item if item < wide else 0), dtype, "adamw")
-            + _once_per_step(config, numel, wide, item, machine)
-            + (machine.other_seconds(Work(memory_bytes=numel * engine.once_item), dtype) if engine.once_item else 0.0)
-        ),
-        activations=(
-            activation_bytes(config, layout.tp, plan)
-            if engine.is_ours
-            else engine_activations(config, layout.tp, plan, engine)
-        ),
-        resident=tuple(
-            float(held + prepared_bytes(config, layout, rank, machine)) for rank, (_, held) in enumerate(per_rank)
-        ),
-        weights={b.index: float(sizes[b.index] * item) for b in plan.buckets if b.weights is Weights.SLICED},
-        contributions={
-            b.index: float(sizes[b.index] * reduced) for b in plan.buckets if b.reduced is Reduced.MICROBATCH
-        },
-    )
-    if engine.frees_reduced and costs.contributions:
-        held = 2 * max(costs.contributions.values())
-        costs = replace(costs, contributions={}, resident=tuple(size + held for size in costs.resident))
-    return _in_series(costs, layout, plan, machine, engine) if engine.waits_for_transfers else costs
+        }
+        return Costs(
+            compute=self.compute_seconds(),
+            latency=machine.within.latency_s,
+            bytes_per_time=machine.within.bytes_per_s,
+            links=_links_between_nodes(layout, plan, machine),
+            reductions={bucket.index: self.reduction_seconds(bucket) for bucket in plan.buckets},
+            gathers={
+                bucket.index: self._gather_seconds(bucket, sizes[bucket.index] * self.item)
+                for bucket in plan.buckets
+                if bucket.weights is not Weights.WHOLE
+            },
+            reduce_share=machine.reduce_share,
+            ties=self._tie_seconds(),
+            clip=self._clip_seconds(numel),
+            step=self._step_seconds(numel),
+            activations=self.activation_bytes(),
+            resident=tuple(
+                float(held + prepared_bytes(config, layout, rank, machine)) for rank, (_, held) in enumerate(per_rank)
+            ),
+            weights={b.index: float(sizes[b.index] * self.item) for b in plan.buckets if b.weights is Weights.SLICED},
+            contributions={
+                b.index: float(sizes[b.index] * self.reduced_item)
+                for b in plan.buckets
+                if b.reduced is Reduced.MICROBATCH
+            },
+        )
+
+    def compute_seconds(self) -> dict[tuple[Kind, int], float]:
+        """Return what F, B, I and W of each chunk take."""
+        seconds = action_seconds(self.config, self.layout, self.plan, self.machine, self.packed)
+        return {key: of.total for key, of in seconds.items()}
+
+    def activation_bytes(self) -> dict[int, ChunkBytes]:
+        """Return what a micro-batch holds, by chunk."""
+        return activation_bytes(self.config, self.layout.tp, self.plan)
+
+    def bytes_per_rank(self) -> list[tuple[int, int]]:
+        """Return (weights, bytes) by pipeline rank, as the function of that name."""
+        return bytes_per_rank(self.config, self.layout)
+
+    def reduction_seconds(self, bucket: Bucket) -> float:
+        """Return how long replicas sum a bucket's gradients: each its slice with ZeRO, else the whole."""
+        layout, of = self.layout, self.layout.buckets[bucket.index].layout
+        if layout.zero:
+            firsts = _firsts(layout, _stage_of(bucket, self.plan))
+            link = self.machine.link(layout.dp, layout.tp, firsts)
+            return link.gather_seconds(of.numel * self.reduced_item, layout.dp)
+        return self.whole_reduction_seconds(bucket)
+
+    def whole_reduction_seconds(self, bucket: Bucket) -> float:
+        """Return how long ranks sum a bucket's gradients whole."""
+        layout, of = self.layout, self.layout.buckets[bucket.index].layout
+        num_ranks = num_summed(layout, of, self.config.model)
+        # Ranks that hold the same weight whole are next to each other.
+        stride = layout.tp if num_ranks == layout.dp else 1
+        firsts = _firsts(layout, _stage_of(bucket, self.plan))[:stride]
+        return self.machine.link(num_ranks, stride, firsts).all_reduce_seconds(of.numel * self.reduced_item, num_ranks)
+
+    def _gather_seconds(self, bucket: Bucket, num_bytes: float) -> float:
+        """Return how long a bucket's weights are gathered: exchanged, and copied by those who gather.
+
+        On a CPU a slice that is a tensor of its own is read twice: for the other replicas, and into the buffer, where a
+        slice of fast mode's weights that stay lies already (tpkernels/exchange/background.py). Exact mode gathers
+        blocks of rows in another order, and then puts them into their places (data_parallel/exact_slices.py).
+        """
+        layout, is_exact = self.layout, self.config.train.reduction == "exact"
+        has_slices_apart = is_exact or bucket.weights is Weights.SLICED
+        copied = num_bytes / layout.dp * (has_slices_apart and not self.machine.is_asynchronous) + num_bytes * is_exact
+        link = self.machine.link(layout.dp, layout.tp, _firsts(layout, _stage_of(bucket, self.plan)))
+        seconds = link.gather_seconds(num_bytes, layout.dp)
+        # Read and written.
+        return seconds + (self._other_seconds(int(2 * copied)) if copied else 0.0)
+
+    def _tie_seconds(self) -> float:
+        """Return how long the two ends of a pipeline sum the gradients of a tied embedding, forth and back."""
+        config, layout = self.config, self.layout
+        table_bytes = config.model.padded_vocab_size(layout.tp) // layout.tp * config.model.hidden_size * self.wide
+        ends = self.machine.link(2, (layout.pp - 1) * layout.dp * layout.tp, range(layout.dp * layout.tp))
+        return 2 * ends.exchange_seconds(table_bytes, 2)
+
+    def _clip_seconds(self, numel: int) -> float:
+        """Return what clipping takes: each gradient is read once; then one number is reduced and broadcast."""
+        world = self.layout.pp * self.layout.dp * self.layout.tp
+        agreed = 2 * math.ceil(math.log2(world)) * self.machine.link(world, 1).latency_s
+        return self._update_share * (self._other_seconds(self._num_updated(numel) * self.wide) + agreed)
+
+    def _step_seconds(self, numel: int) -> float:
+        """Return what the optimizer takes, with what a step does once besides."""
+        stored = self.item if self.item < self.wide else 0
+        work = adamw_work(self._num_updated(numel), self.wide, stored)
+        adamw = self.machine.other_seconds(work, self.dtype, "adamw")
+        return self._update_share * (adamw + self._once_per_step(numel))
+
+    def _once_per_step(self, numel: int) -> float:
+        """Return what a step does before its plan, where it was measured: zero gradients, prepare weights."""
+        if self.dtype not in self.machine.measured:
+            return 0.0
+        seconds = self._other_seconds(numel * self.wide, "zero")
+        if prepares(self.config, self.machine):
+            # Both forms of every matrix: read and written.
+            seconds += self._other_seconds(4 * numel * self.item, "prepare")
+        return seconds
+
+    def _num_updated(self, numel: int) -> int:
+        """Return of how many weights each replica's optimizer updates its share."""
+        return -(-numel // self.layout.dp) if self.layout.zero else numel
+
+    @property
+    def _update_share(self) -> float:
+        """What a recorded run took for its updates, over what the rates say."""
+        return self.machine.recorded.get(Kind.STEP, 1.0)
+
+    def _other_seconds(self, num_bytes: int, name: str = "") -> float:
+        return self.machine.other_seconds(Work(memory_bytes=num_bytes), self.dtype, name)
 
 
 def _links_between_nodes(layout: Layout, plan: Plan, machine: Machine) -> Mapping[tuple[int, int], tuple[float, float]]:
@@ -119,65 +188,14 @@ def _links_between_nodes(layout: Layout, plan: Plan, machine: Machine) -> Mappin
     between = machine.between.latency_s, machine.between.bytes_per_s
     holders = [chunk.rank for chunk in plan.chunks]
     pairs = {pair for one, other in itertools.pairwise(holders) for pair in ((one, other), (other, one))}
-    return {pair: between for pair in pairs if pair[0] != pair[1] and _crosses_nodes(layout, machine, *pair)}
+    return {pair: between for pair in pairs if pair[0] != pair[1] and crosses_nodes(layout, machine, *pair)}
 
 
-def _crosses_nodes(layout: Layout, machine: Machine, one: int, other: int) -> bool:
+def crosses_nodes(layout: Layout, machine: Machine, one: int, other: int) -> bool:
     """Return whether a replica's two stages lie on different nodes: ranks are numbered by stage, replica, tp rank."""
     stride, per_node = layout.dp * layout.tp, machine.ranks_per_node
     starts = one * stride, other * stride
     return any((starts[0] + place) // per_node != (starts[1] + place) // per_node for place in range(stride))
-
-
-def _once_per_step(config: Config, numel: int, wide: int, item: int, machine: Machine) -> float:
-    """Return what a step does before its plan, where it was measured: zero gradients, prepare weights for products."""
-    dtype = config.train.dtype
-    if dtype not in machine.measured:
-        return 0.0
-    seconds = machine.other_seconds(Work(memory_bytes=numel * wide), dtype, "zero")
-    if prepares(config, machine):
-        # Both forms of every matrix: read and written.
-        seconds += machine.other_seconds(Work(memory_bytes=4 * numel * item), dtype, "prepare")
-    return seconds
-
-
-def _in_series(costs: Costs, layout: Layout, plan: Plan, machine: Machine, engine: Engine) -> Costs:
-    """Return costs of stages that compute nothing while they send: a transfer is part of the action before it."""
-    gathers = machine.link(layout.tp, 1)
-    compute = dict(costs.compute)
-    for (kind, index), seconds in costs.compute.items():
-        chunk = plan.chunks[index]
-        spec = chunk.output if kind is Kind.F else chunk.input
-        peer = index + 1 if kind is Kind.F else index - 1
-        if kind is Kind.W or spec is None or plan.chunks[peer].rank == chunk.rank:
-            continue
-        crosses = _crosses_nodes(layout, machine, chunk.rank, plan.chunks[peer].rank)
-        link = machine.between if crosses else machine.within
-        num_bytes = spec_bytes(spec)
-        more = link.message_seconds(num_bytes)
-        if engine.scatters_transfers:
-            more += gathers.gather_seconds(num_bytes * layout.tp, layout.tp)
-        compute[kind, index] = seconds + more
-    return replace(costs, compute=compute, latency=0.0, bytes_per_time=math.inf, links={})
-
-
-def _engine_bytes(config: Config, layout: Layout, engine: Engine) -> list[tuple[int, int]]:
-    """Return what `bytes_per_rank` does, by the bytes per parameter that an engine keeps."""
-    found = []
-    for rank in range(layout.pp):
-        # Tied embeddings of a rank that holds both ends are one parameter.
-        specs: dict[str, ParameterSpec] = {}
-        for chunk in layout.chunks_of(rank):
-            specs |= {spec.name: spec for spec in chunk_specs(config.model, layout.tp, layout.layers, chunk)}
-        numel = sum(spec.local_numel(layout.tp) for spec in specs.values())
-        sliced = -(-numel // layout.dp)
-        kept = zip(
-            (engine.weight_item, engine.gradient_item, engine.optimizer_item),
-            (layout.zero >= 3, layout.zero >= 2, layout.zero >= 1),
-            strict=True,
-        )
-        found.append((numel, sum(item * (sliced if is_cut else numel) for item, is_cut in kept)))
-    return found
 
 
 def bytes_per_rank(config: Config, layout: Layout) -> list[tuple[int, int]]:
@@ -193,31 +211,3 @@ def _firsts(layout: Layout, stage: int) -> range:
     """Return the first ranks of a stage's groups of replicas: those of its tp ranks."""
     first = stage * layout.dp * layout.tp
     return range(first, first + layout.tp)
-
-
-def _gather(config: Config, layout: Layout, bucket: Bucket, stage: int, num_bytes: float, machine: Machine) -> float:
-    """Return how long a bucket's weights are gathered: exchanged, and copied by those who gather.
-
-    On a CPU a slice that is a tensor of its own is read twice: for the other replicas, and into the buffer, where a
-    slice of fast mode's weights that stay lies already (tpkernels/exchange/background.py). Exact mode gathers blocks
-    of rows in another order, and then puts them into their places (data_parallel/exact_slices.py).
-    """
-    is_exact = config.train.reduction == "exact"
-    has_slices_apart = is_exact or bucket.weights is Weights.SLICED
-    copied = num_bytes / layout.dp * (has_slices_apart and not machine.is_asynchronous) + num_bytes * is_exact
-    seconds = machine.link(layout.dp, layout.tp, _firsts(layout, stage)).gather_seconds(num_bytes, layout.dp)
-    # Read and written.
-    return seconds + (machine.other_seconds(Work(memory_bytes=int(2 * copied)), config.train.dtype) if copied else 0.0)
-
-
-def _reduction(
-    config: Config, layout: Layout, index: int, stage: int, machine: Machine, item: int, *, is_whole: bool = False
-) -> float:
-    bucket, firsts = layout.buckets[index].layout, _firsts(layout, stage)
-    num_bytes = bucket.numel * item
-    if layout.zero and not is_whole:
-        return machine.link(layout.dp, layout.tp, firsts).gather_seconds(num_bytes, layout.dp)
-    num_ranks = num_summed(layout, bucket, config.model)
-    # Ranks that hold the same weight whole are next to each other.
-    stride = layout.tp if num_ranks == layout.dp else 1
-    return machine.link(num_ranks, stride, firsts[:stride]).all_reduce_seconds(num_bytes, num_ranks)

@@ -24,7 +24,7 @@ class ChunkActions:
         model: which tokens its layers see.
         chunk: its layers, with what it recomputes and gathers again.
         is_first, is_last: which ends of the model it holds.
-        known: what chunks of one configuration, tp, machine and engine have in common, kept from chunk to chunk.
+        known: what chunks of one configuration, tp and machine have in common, kept from chunk to chunk.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class ChunkActions:
 
     def by_kind(self) -> Mapping[Kind, ActionSeconds]:
         """Return F; I with what is computed again; W; B, which is I and W without gathering dy a second time."""
-        attention = self._each_block(self._attention)
-        mlp = self._once(self._mlp) * self.num_blocks
-        forward = attention + mlp + self._once(self._ends)
-        again = self._again(attention, mlp, forward)
-        inputs = self._each_block(self._input_half) + self._once(self._input_half_of_ends)
-        weights = self._weight_half(0)
-        copied, nothing = self.operators.copied_weights() * self.num_blocks, OperatorSum()
+        attention = self.each_block(self.attention_of_block)
+        mlp = self._once(self.mlp_of_block) * self.num_blocks
+        forward = attention + mlp + self._once(self.ends)
+        again = self.again(attention, mlp, forward)
+        inputs = self.each_block(self.input_half_of_block) + self._once(self.input_half_of_ends)
+        weights, nothing = self._weight_half(0), OperatorSum()
+        unpacked = self.unpacked_weights()
         return {
-            Kind.F: self._action(forward + copied, nothing),
-            Kind.B: self._action(inputs + weights + copied, again),
-            Kind.I: self._action(inputs + copied, again),
+            Kind.F: self._action(forward + unpacked, nothing),
+            Kind.B: self._action(inputs + weights + unpacked, again),
+            Kind.I: self._action(inputs + unpacked, again),
             Kind.W: self._action(self._weight_half(self.columns_again), nothing),
         }
 
@@ -78,7 +78,8 @@ class ChunkActions:
         exposed = max(0.0, host - kernels) if machine.is_asynchronous else host
         return ActionSeconds(sums.operators, again.operators, sums.exchanges + again.exchanges, exposed)
 
-    def _each_block(self, operators: Callable[[int | None], OperatorSum]) -> OperatorSum:
+    def each_block(self, operators: Callable[[int | None], OperatorSum]) -> OperatorSum:
+        """Return what operators of a block, which depend on its window, take for all blocks of the chunk."""
         total = OperatorSum()
         for window, number in self.windows.items():
             total += self._once(operators, window) * number
@@ -92,65 +93,42 @@ class ChunkActions:
             self.known[key] = operators(*of)
         return self.known[key]
 
-    def _again(self, attention: OperatorSum, mlp: OperatorSum, forward: OperatorSum) -> OperatorSum:
-        """Return what backward computes again: parts of forward, or of each block what the engine does not keep."""
-        engine = self.operators.engine
-        if self.chunk.recompute is not Recompute.NONE:
-            return {
-                Recompute.ATTENTION: attention,
-                Recompute.BLOCK: attention + mlp,
-                Recompute.FULL: forward,
-            }[self.chunk.recompute]
-        if engine.computes_half_again:
-            return self._half_again() * self.num_blocks
-        return self._each_block(self.attention.attend) if engine.computes_scores_again else OperatorSum()
+    def again(self, attention: OperatorSum, mlp: OperatorSum, forward: OperatorSum) -> OperatorSum:
+        """Return what backward computes again: nothing, or parts of forward."""
+        return {
+            Recompute.NONE: OperatorSum(),
+            Recompute.ATTENTION: attention,
+            Recompute.BLOCK: attention + mlp,
+            Recompute.FULL: forward,
+        }[self.chunk.recompute]
 
-    def _half_again(self) -> OperatorSum:
-        """Return what selective checkpointing by operator computes again of one block.
+    def unpacked_weights(self) -> OperatorSum:
+        """Return what gathered weights take before each use: nothing, as products read them where they arrive."""
+        return OperatorSum()
 
-        Of the products q, k, v, attention's output, gate, up, down every second is: k, attention's output, up. Gathers
-        are made again, scatters and attention are not.
-        """
-        operators, size = self.operators, self.operators.size
-        parts = (
-            operators.norm(),
-            operators.norm(residual=True),
-            operators.by_columns(size.kv_heads * size.head_size, 1),
-            operators.rope(),
-            operators.by_rows(size.heads * size.head_size, 0),
-            operators.by_columns(size.ffn, 1),
-            operators.activation(),
-            operators.steps(),
-        )
-        return sum(parts, OperatorSum())
-
-    def _attention(self, window: int | None) -> OperatorSum:
+    def attention_of_block(self, window: int | None) -> OperatorSum:
+        """Return the attention half of a block forward, from its norm to what it adds."""
         operators = self.operators
         qkv, output, _, _ = operators.products(1)
         output += operators.tree()
         attended = self.attention.attend(window)
         norm = operators.norm(residual=self.leaves_sums)
-        return norm + qkv + operators.rope() + attended + output + operators.dropped()
+        return norm + qkv + operators.rope() + attended + output
 
-    def _mlp(self) -> OperatorSum:
+    def mlp_of_block(self) -> OperatorSum:
+        """Return the feed-forward half of a block forward; its norm adds the residual, too."""
         operators = self.operators
         _, _, gate_up, down = operators.products(1)
         return (
-            gate_up
-            + down
-            + operators.tree()
-            + operators.norm(residual=operators.engine.joins_residuals)
-            + operators.activation()
-            + operators.dropped()
-            + self._added()
-            + operators.steps()
+            gate_up + down + operators.tree() + operators.norm(residual=True) + operators.activation() + self._added()
         )
 
     def _added(self) -> OperatorSum:
         """Return a block's addition that is no norm's: of x, or of its gradients."""
         return OperatorSum() if self.leaves_sums else self.operators.added()
 
-    def _input_half(self, window: int | None) -> OperatorSum:
+    def input_half_of_block(self, window: int | None) -> OperatorSum:
+        """Return the input half of a block's backward."""
         operators = self.operators
         between = (
             operators.rope(backward=True)
@@ -158,25 +136,22 @@ class ChunkActions:
             + operators.norm(residual=self.leaves_sums, backward=True)
             + operators.norm(residual=True, backward=True)
             + operators.activation(backward=True)
-            + operators.dropped() * 2
             + self._added()
-            + operators.norms_again()
-            + operators.steps(backward=True)
-            + operators.gate_apart()
         )
         return sum((between, *operators.products(1, "input_gradient"), operators.tree() * 2), OperatorSum())
 
     def _weight_half(self, rows_again: int) -> OperatorSum:
-        of_blocks = self._once(self._weight_half_of_block, rows_again) * self.num_blocks
+        of_blocks = self._once(self.weight_half_of_block, rows_again) * self.num_blocks
         return of_blocks + self._once(self._weight_half_of_ends)
 
-    def _weight_half_of_block(self, rows_again: int) -> OperatorSum:
+    def weight_half_of_block(self, rows_again: int) -> OperatorSum:
+        """Return the weight half of a block's backward, whose products add to the gradients of other micro-batches."""
         operators = self.operators
         qkv, _, gate_up, _ = operators.products(self.columns_again, "weight_gradient")
         _, output, _, down = operators.products(rows_again, "weight_gradient")
-        return sum((qkv, output, gate_up, down, operators.added_gradients()), OperatorSum())
+        return sum((qkv, output, gate_up, down), OperatorSum())
 
-    def _ends(self) -> OperatorSum:
+    def ends(self) -> OperatorSum:
         """Return lookup before the first block; norm, logits and loss behind the last."""
         operators, total = self.operators, OperatorSum()
         if self.is_first:
@@ -185,10 +160,10 @@ class ChunkActions:
             total += operators.by_columns(operators.size.vocab, 1)
             total += operators.norm()
             total += operators.cross_entropy()
-            total += operators.gathered_logits() + operators.wide_loss()
         return total
 
-    def _input_half_of_ends(self) -> OperatorSum:
+    def input_half_of_ends(self) -> OperatorSum:
+        """Return the gradients of logits, of the last norm's output and of the looked-up rows."""
         operators = self.operators
         # The embedding's gradient needs all tokens: a gather that no operator hides.
         total = OperatorSum(exchanges=operators.exchange_seconds * self.is_first)
@@ -196,7 +171,6 @@ class ChunkActions:
             total += operators.by_columns(operators.size.vocab, 1, "input_gradient")
             total += operators.norm(backward=True)
             total += operators.cross_entropy(backward=True)
-            total += operators.wide_loss(backward=True)
         return total
 
     def _weight_half_of_ends(self) -> OperatorSum:

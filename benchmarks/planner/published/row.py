@@ -44,6 +44,10 @@ _MLPS = {
     **{"silu": "swiglu", "swish": "swiglu", "gated": "swiglu"},
     **{"gelu": "gelu", "relu": "relu", "4h": "gelu"},
 }
+# Words that negate what follows, up to the next comma: `selective, not full`; and what stands before: `full: off`.
+_NOT, _OFF = ("not", "no", "non", "never", "without", "0"), ("none", "off", "disabled", "unused", "false")
+_NOT_USED = re.compile(r"\b(not|never)[ _-]+(used|enabled|on|applied|needed|set|active|activated)\b")
+_CLAUSES = re.compile(r"[,;()/]| but ")
 # Aleph Alpha's engine, by the names of its releases and of the paper that compares its layouts.
 SCALING = ("aleph", "aa-scaling", "hagemann", "parallelization layouts", "parallelization-layouts", "2311.05610")
 # Of models without a word for their network: what their papers describe.
@@ -200,3 +204,27 @@ def meaning_of(text: str, known: Mapping[str, str]) -> str | None:
         if word in alone or (len(word) >= _SHORTEST_PART and word in text):
             return meaning
     return None
+
+
+def what_is_used(text: str) -> str | None:
+    """Return a text without the words that it negates, nothing of `none (full is slower)`; None if it negates none."""
+    text, found, is_negated = _NOT_USED.sub("off", text.replace("w/o", "without")), list[list[str]](), False
+    for number, clause in enumerate(_CLAUSES.split(text)):
+        words = re.findall(r"[a-z0-9]+", clause)
+        used: list[str] = []
+        for place, word in enumerate(words):
+            is_last = place == len(words) - 1
+            if word not in _NOT + _OFF:
+                used.append(word)
+                continue
+            is_negated = True
+            if word in _NOT and not is_last:
+                break
+            if len(words) == 1:
+                # `none (...)`; `full (off)`.
+                if number == 0:
+                    return ""
+                found[-1:] = []
+            used = []
+        found.append(used)
+    return " ".join(word for used in found for word in used) if is_negated else None

@@ -9,19 +9,19 @@ from unittest.mock import patch
 import pytest
 from tpkernels.work import Work
 
-from tpengine.advice.published import Row, predicted
-from tpengine.advice.published.engines import engine_of, recomputation_of
-from tpengine.advice.published.lowering import lowering_of
-from tpengine.advice.published.machines import machine_of
-from tpengine.advice.published.predict import _slowed_once
-from tpengine.advice.published.sizes import Sizes
+from benchmarks.planner.published.chunk import engine_seconds
+from benchmarks.planner.published.costs import engine_costs
+from benchmarks.planner.published.engine import Engine
+from benchmarks.planner.published.frameworks import engine_of, recomputation_of
+from benchmarks.planner.published.lowering import lowering_of
+from benchmarks.planner.published.machines import machine_of
+from benchmarks.planner.published.predict import predicted, slowed_once
+from benchmarks.planner.published.row import Row
+from benchmarks.planner.published.sizes import Sizes
 from tpengine.layout.parameters import chunk_specs
 from tpengine.plan import Kind
 from tpengine.simulate import Costs
 from tpengine.simulate.machine import MACHINES, Machine
-from tpengine.simulate.modelled.actions import action_seconds
-from tpengine.simulate.modelled.costs import model_costs
-from tpengine.simulate.modelled.engines.engine import Engine
 
 # Llama 3.1 8B in torchtitan, and a Llama 2 7B in Megatron-LM.
 TITAN = {
@@ -43,7 +43,7 @@ def costs_of(columns: Mapping[str, str], **changes: str) -> tuple[Sizes, Costs]:
     sizes = Sizes.of(row)
     of = lowering_of(row, sizes, engine_of(row, sizes))
     plan = of.plan(sizes.num_micro_batches)
-    return sizes, model_costs(of.config, of.layout, of.with_blocks(plan), machine_of(row), of.engine.engine)
+    return sizes, engine_costs(of.config, of.layout, of.with_blocks(plan), machine_of(row), of.engine.engine)
 
 
 WRITTEN = [
@@ -321,7 +321,7 @@ def test_a_fault_of_ours_ends_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> 
     def broken(*_: object) -> None:
         raise KeyError("x")
 
-    monkeypatch.setattr("tpengine.advice.published.predict.machine_of", broken)
+    monkeypatch.setattr("benchmarks.planner.published.predict.machine_of", broken)
     of = predicted(Row.of(TITAN))
     assert of.step_seconds is None and of.notes.startswith("the predictor failed: KeyError")
 
@@ -343,7 +343,7 @@ def test_products_are_apart_where_the_models_code_has_them_apart() -> None:
     row = Row.of(TITAN)
     of = lowering_of(row, Sizes.of(row), engine_of(row, Sizes.of(row)))
     joined = replace(of.engine.engine, splits_heads=False, splits_gate=False)
-    whole = model_costs(of.config, of.layout, of.with_blocks(of.plan(1)), machine_of(row), joined)
+    whole = engine_costs(of.config, of.layout, of.with_blocks(of.plan(1)), machine_of(row), joined)
     added = 3 * 3 * 2 * 8192 * 4096 * 2 / MACHINES["h100"].memory_bytes_per_s
     assert apart.compute[Kind.F, 1] > whole.compute[Kind.F, 1]
     assert apart.compute[Kind.B, 1] - whole.compute[Kind.B, 1] > added
@@ -383,8 +383,8 @@ def test_what_exchanges_slow_down_in_a_pipeline_is_a_part_of_the_step_once() -> 
     sizes = Sizes.of(row)
     of, machine = lowering_of(row, sizes, engine_of(row, sizes)), replace(machine_of(row), reduce_share=0.25)
     plan = of.plan(8)
-    costs = model_costs(of.config, of.layout, plan, machine, of.engine.engine)
-    slowed = _slowed_once(costs, plan)
+    costs = engine_costs(of.config, of.layout, plan, machine, of.engine.engine)
+    slowed = slowed_once(costs, plan)
     exchanged = [
         sum(
             costs.reductions.get(bucket.index, 0.0) + costs.gathers.get(bucket.index, 0.0)
@@ -415,7 +415,7 @@ def test_userbuffers_take_processors_from_the_products_beside_them() -> None:
     assert of.engine.engine.beside is not None and "exchanges overlap with products" in of.engine.words
     machine, plan = machine_of(row), of.plan(1)
     found = {
-        beside: model_costs(of.config, of.layout, plan, machine, replace(of.engine.engine, beside=beside)).compute
+        beside: engine_costs(of.config, of.layout, plan, machine, replace(of.engine.engine, beside=beside)).compute
         for beside in (None, of.engine.engine.beside)
     }
     plain, beside = found.values()
@@ -437,7 +437,7 @@ def test_scatters_of_torchs_asynchronous_tp_are_added_by_kernels_and_sums_are_no
     of = lowering_of(row, sizes, engine_of(row, sizes))
     plan, ours = of.plan(4), replace(of.engine.engine, adds_parts=False)
     machine = machine.slowest_of(sizes.gpus)
-    apart, fused = (action_seconds(of.config, of.layout, plan, machine, engine) for engine in (of.engine.engine, ours))
+    apart, fused = (engine_seconds(of.config, of.layout, plan, machine, engine) for engine in (of.engine.engine, ours))
     # Of a block: attention's output and down forward; backward the sums of q, k, v and of gate, up.
     tokens, hidden = of.config.train.micro_batch_size * of.config.train.seq_len, of.config.model.hidden_size
     added = machine.other_seconds(Work(0, 2 * (tokens + tokens // 4) * hidden), "bfloat16")
@@ -460,7 +460,7 @@ def test_recipes_of_nvidia_keep_and_reduce_gradients_in_16_bits() -> None:
     of = engine_of(row, sizes)
     assert (of.engine.gradient_item, of.engine.reduced_item, of.engine.added_item) == (2, 2, 0)
     lowered = lowering_of(row, sizes, of)
-    held = model_costs(lowered.config, lowered.layout, lowered.plan(2), machine_of(row), of.engine).resident[0]
+    held = engine_costs(lowered.config, lowered.layout, lowered.plan(2), machine_of(row), of.engine).resident[0]
     assert held == pytest.approx(44.27e9, rel=0.01)
     found = predicted(row)
     assert found.fits and found.peak_bytes == pytest.approx(70.83e9, rel=0.08)

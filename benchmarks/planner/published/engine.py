@@ -1,7 +1,8 @@
-"""What an engine does differently from ours, as options of the cost model. No torch.
+"""What another engine does differently from ours, as options of its costs; and its kernels of attention.
 
-Our own engine is the default. Others are described by what they compute and keep, so that published runs of theirs can
-be predicted by the same simulator. No option is a setting of a run.
+Others are described by what they compute and keep, so that runs of theirs are simulated as our own are. No option is a
+setting of a run. frameworks.py says which ones a row's engine has; operators.py, chunk.py and costs.py what each
+changes.
 """
 
 from __future__ import annotations
@@ -9,8 +10,52 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tpengine.config import Config
-from tpengine.simulate.modelled.engines.flash import FlashKernel
+from tpengine.simulate.machine import Curve
 from tpengine.simulate.modelled.held.bytes import BlockBytes
+
+# Attention kernels that keep no scores: shares of a GPU's peak, from the kernels' own microbenchmarks.
+#
+# Dao, "FlashAttention-2", 2023: on an A100 it attains up to 0.73 of the peak forward and 0.63 backward, and is 1.3 to
+# 1.5 times as fast forward, and about twice as fast backward, as FlashAttention in Triton. Shah et al.,
+# "FlashAttention-3", 2024, figures 5 and 6, on an H100, causal, heads of 128: FlashAttention-2 191, 260, 298, 319,
+# 333, 335 TFLOP/s forward for sequences of 512 to 16,384, cuDNN 539 at the longest. Causal attention attains 0.9 of the
+# other (335 of 370); heads of 64 attain 0.875 of heads of 128 (324 of 370); backward of FlashAttention-2 0.83 of
+# forward (264 of 318, heads of 64), of cuDNN the same as forward (395, heads of 64).
+_CAUSAL, _HEADS_OF_64 = 335 / 370, 324 / 370
+_BACKWARD = 264 / 318
+# Of what the longest sequences attain.
+_BY_LENGTH = Curve(((512.0, 191 / 335), (1024.0, 260 / 335), (2048.0, 298 / 335), (4096.0, 319 / 335), (8192.0, 1.0)))
+
+
+@dataclass(frozen=True)
+class FlashKernel:
+    """A kernel on one kind of GPU.
+
+    Attributes:
+        name: in words.
+        forward, backward: share of the peak, of long causal sequences and heads of 128.
+    """
+
+    name: str
+    forward: float
+    backward: float
+
+    def share(self, seq: int, head_size: int, *, backward: bool) -> float:
+        """Return the share of the peak for sequences and heads of these sizes."""
+        size = _HEADS_OF_64 if head_size <= 64 else 1.0
+        return (self.backward if backward else self.forward) * _BY_LENGTH.at(seq) * size
+
+
+FLASH_1_ON_AMPERE = FlashKernel("FlashAttention 1 in Triton", 0.73 * _CAUSAL / 1.4, 0.63 * _CAUSAL / 2)
+# "About twice as fast" is said of FlashAttention 1 in CUDA in both directions.
+FLASH_1_IN_CUDA_ON_AMPERE = FlashKernel("FlashAttention 1", 0.73 * _CAUSAL / 2, 0.63 * _CAUSAL / 2)
+FLASH_2_ON_AMPERE = FlashKernel("FlashAttention 2", 0.73 * _CAUSAL, 0.63 * _CAUSAL)
+FLASH_2_ON_HOPPER = FlashKernel("FlashAttention 2", 335 / 989, _BACKWARD * 335 / 989)
+# 1.5 to 2.0 times FlashAttention 2 forward, 1.5 to 1.75 times backward (FlashAttention-3, abstract and section 4.1).
+FLASH_3_ON_HOPPER = FlashKernel("FlashAttention 3", 1.75 * 335 / 989, 1.625 * _BACKWARD * 335 / 989)
+# The same kernel on the newer GPU, by its distance from FlashAttention 2.
+FLASH_1_ON_HOPPER = FlashKernel("FlashAttention 1 in Triton", 335 / 989 / 1.4, 335 / 989 * _BACKWARD / 2)
+CUDNN_ON_HOPPER = FlashKernel("cuDNN's attention", 539 / 989, 539 / 989)
 
 
 @dataclass(frozen=True)
@@ -52,9 +97,13 @@ class Beside:
 
 @dataclass(frozen=True)
 class Engine:
-    """Options of lowering and cost; each default is what ours does.
+    """Options of lowering and cost; a default is what ours does.
 
     Attributes:
+        weight_item, gradient_item, optimizer_item: bytes per parameter of weights, gradients and the optimizer's state.
+        reduced_item: bytes per element of a gradient on its way between replicas.
+        loss_bytes: bytes per logit that are kept from forward to backward, and that forward and backward of the loss
+            work with besides.
         cuts_rows: between products each tp rank has its share of the tokens (sequence parallelism), gathered before a
             product and scattered behind it. Else every rank has all tokens, and products are followed by all-reduces,
             which are as many bytes.
@@ -83,21 +132,21 @@ class Engine:
         copies_heads: queries, keys and values are copied apart, and heads side by side again.
         drops: dropout of 0.1 behind attention, its scores and the feed-forward network.
         wide_loss: logits are copied to float32, and each step of the loss is a kernel of its own.
-        loss_bytes: bytes per logit that are kept from forward to backward, and that forward and backward of the loss
-            work with besides; None for the logits alone, which their gradient overwrites.
         frees_reduced: a gradient that is reduced every micro-batch gives its buffer back as soon as that is done, so
             that two are held: one being filled, one being reduced.
         waits_for_transfers: a stage computes nothing while it sends.
         scatters_transfers: tp ranks that hold all tokens each send a share of them, and the receivers gather.
         context_ranks: ranks that share a sequence, which attention passes around in a ring.
-        weight_item, gradient_item, optimizer_item: bytes per parameter of weights, gradients and the optimizer's
-            state; 0 for what our layout says.
         added_item: bytes that a kernel reads and writes per parameter to add a micro-batch's gradient to the others; 0
             where the product adds it.
         copied_item: bytes that a kernel reads and writes per parameter to unpack gathered weights before each use.
-        reduced_item: bytes per element of a gradient on its way between replicas; 0 as ours.
     """
 
+    weight_item: int
+    gradient_item: int
+    optimizer_item: int
+    reduced_item: int
+    loss_bytes: tuple[int, int, int]
     cuts_rows: bool = True
     keeps_scores: bool = False
     computes_scores_again: bool = False
@@ -121,25 +170,12 @@ class Engine:
     copies_heads: bool = False
     drops: bool = False
     wide_loss: bool = False
-    loss_bytes: tuple[int, int, int] | None = None
     frees_reduced: bool = False
     waits_for_transfers: bool = False
     scatters_transfers: bool = False
     context_ranks: int = 1
-    weight_item: int = 0
-    gradient_item: int = 0
-    optimizer_item: int = 0
     added_item: int = 0
     copied_item: int = 0
-    reduced_item: int = 0
-
-    @property
-    def is_ours(self) -> bool:
-        """Return whether nothing differs from our own engine."""
-        return self == OURS
-
-
-OURS = Engine()
 
 
 def sizes_for(config: Config, tp: int, engine: Engine) -> BlockBytes:

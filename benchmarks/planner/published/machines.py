@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from tpengine.advice.published.row import SCALING, Row
+from benchmarks.planner.published.row import SCALING, Row
 from tpengine.simulate.machine import MACHINES, Machine
 
 # Parts of a GPU's name without blanks and marks, all of which it must have, and its sheet; the more particular first.

@@ -1,4 +1,4 @@
-"""The engine of a row, as options of the cost model: what its framework computes, keeps and sends otherwise than ours.
+"""The engine of a row, as options of its costs: what its framework computes, keeps and sends otherwise than ours.
 
 Chosen by what the row says of its system, precision and layout, from the frameworks' own sources and papers; never by
 what was measured. README.md lists each option with its source.
@@ -19,11 +19,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tpengine.advice.published.row import SCALING, Row, meaning_of
-from tpengine.advice.published.sizes import Sizes, schedule_words
-from tpengine.advice.question import ALLOCATOR_SHARE
-from tpengine.simulate.modelled.engines.engine import Beside, Engine, Steps
-from tpengine.simulate.modelled.engines.flash import (
+from benchmarks.planner.published.engine import (
     CUDNN_ON_HOPPER,
     FLASH_1_IN_CUDA_ON_AMPERE,
     FLASH_1_ON_AMPERE,
@@ -31,8 +27,14 @@ from tpengine.simulate.modelled.engines.flash import (
     FLASH_2_ON_AMPERE,
     FLASH_2_ON_HOPPER,
     FLASH_3_ON_HOPPER,
+    Beside,
+    Engine,
     FlashKernel,
+    Steps,
 )
+from benchmarks.planner.published.row import SCALING, Row, meaning_of, what_is_used
+from benchmarks.planner.published.sizes import Sizes, schedule_words
+from tpengine.advice.question import ALLOCATOR_SHARE
 
 _HOPPER_AND_LATER = ("h100", "h200", "h800", "b200", "b300", "mi3")
 _FRAMEWORKS_WITH_FLASH = (
@@ -108,10 +110,6 @@ _PRECISIONS = {
     },
     **{"fp16": "float16", "float16": "float16", "half": "float16", "mixed": "bfloat16", "amp": "bfloat16"},
 }
-# Words that negate what follows, up to the next comma: `selective, not full`; and what stands before: `full: off`.
-_NOT, _OFF = ("not", "no", "non", "never", "without", "0"), ("none", "off", "disabled", "unused", "false")
-_NOT_USED = re.compile(r"\b(not|never)[ _-]+(used|enabled|on|applied|needed|set|active|activated)\b")
-_CLAUSES = re.compile(r"[,;()/]| but ")
 _RECOMPUTED = {
     **{"none": "none", "no": "none", "off": "none", "disabled": "none", "op": "operators", "enabled": "full"},
     **{"selective": "selective", "core": "selective", "full": "full", "block": "full", "uniform": "full"},
@@ -140,7 +138,7 @@ class EngineOfRow:
     """An engine and how its plan is lowered.
 
     Attributes:
-        engine: options of the cost model.
+        engine: options of its costs.
         name: of the framework's kind.
         dtype: of weights and activations in products.
         recomputes: whether each block is computed again.
@@ -381,35 +379,11 @@ def recomputation_of(row: Row) -> str:
         ValueError: a word that is not known.
     """
     name = next((name for name in ("recompute", "ac", "activation_checkpointing") if row.text(name)), "recompute")
-    used = _what_is_used(row.text(name))
+    used = what_is_used(row.text(name))
     found = row.choice(name, _RECOMPUTED, "none") if used is None else meaning_of(used, _RECOMPUTED) or "none"
     if found == "selective" and "torchtitan" in row.system():
         return "operators"
     return found
-
-
-def _what_is_used(text: str) -> str | None:
-    """Return a text without the words that it negates, nothing of `none (full is slower)`; None if it negates none."""
-    text, found, is_negated = _NOT_USED.sub("off", text.replace("w/o", "without")), list[list[str]](), False
-    for number, clause in enumerate(_CLAUSES.split(text)):
-        words = re.findall(r"[a-z0-9]+", clause)
-        used: list[str] = []
-        for place, word in enumerate(words):
-            is_last = place == len(words) - 1
-            if word not in _NOT + _OFF:
-                used.append(word)
-                continue
-            is_negated = True
-            if word in _NOT and not is_last:
-                break
-            if len(words) == 1:
-                # `none (...)`; `full (off)`.
-                if number == 0:
-                    return ""
-                found[-1:] = []
-            used = []
-        found.append(used)
-    return " ".join(word for used in found for word in used) if is_negated else None
 
 
 def _is_compiled(row: Row) -> bool:

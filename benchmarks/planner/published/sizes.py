@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 
-from tpengine.advice.published.row import Row
+from benchmarks.planner.published.row import Row
 
 # GPT-2's vocabulary, padded as Megatron pads it, which most rows without one have.
 _VOCABULARY = 50304

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from tpengine.advice.published import Row, predicted
-from tpengine.advice.published.engines import EngineOfRow, engine_of
-from tpengine.advice.published.lowering import lowering_of
-from tpengine.advice.published.machines import machine_of
-from tpengine.advice.published.sizes import Sizes
+from benchmarks.planner.published.costs import engine_costs
+from benchmarks.planner.published.frameworks import EngineOfRow, engine_of
+from benchmarks.planner.published.lowering import lowering_of
+from benchmarks.planner.published.machines import machine_of
+from benchmarks.planner.published.predict import predicted
+from benchmarks.planner.published.row import Row
+from benchmarks.planner.published.sizes import Sizes
 from tpengine.plan import Kind
 from tpengine.simulate import Costs
 from tpengine.simulate.machine import MACHINES
-from tpengine.simulate.modelled.costs import model_costs
 
 RMS = "flash_attention2 + RMS kernel"
 RUN = {
@@ -42,7 +43,7 @@ def costs(columns: Mapping[str, str] = RUN, **changes: str) -> Costs:
     row = Row.of({**columns, **changes})
     sizes = Sizes.of(row)
     of = lowering_of(row, sizes, engine_of(row, sizes))
-    return model_costs(of.config, of.layout, of.plan(4), machine_of(row), of.engine.engine)
+    return engine_costs(of.config, of.layout, of.plan(4), machine_of(row), of.engine.engine)
 
 
 def seconds(columns: Mapping[str, str] = RUN, **changes: str) -> float:

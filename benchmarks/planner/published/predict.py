@@ -10,18 +10,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tpengine.advice.published.engines import EngineOfRow, engine_of
-from tpengine.advice.published.lowering import Lowering, lowering_of
-from tpengine.advice.published.machines import machine_of
-from tpengine.advice.published.row import Row
-from tpengine.advice.published.sizes import Sizes, num_micro_batches_said
+from benchmarks.planner.published.costs import engine_costs
+from benchmarks.planner.published.frameworks import EngineOfRow, engine_of
+from benchmarks.planner.published.lowering import Lowering, lowering_of
+from benchmarks.planner.published.machines import machine_of
+from benchmarks.planner.published.row import Row
+from benchmarks.planner.published.sizes import Sizes, num_micro_batches_said
 from tpengine.layout.parameters import num_matmul_parameters
 from tpengine.plan import Plan
 from tpengine.plan.actions import COMPUTE
 from tpengine.plan.timeline import Timeline
 from tpengine.simulate import Costs, simulate
 from tpengine.simulate.machine import MACHINES, Machine
-from tpengine.simulate.modelled.costs import model_costs
 
 # Data sheets count memory in binary units.
 _BINARY_PER_DECIMAL = 2**30 / 1e9
@@ -103,7 +103,7 @@ def _of_filled(row: Row, machine: Machine, *, said_of_recomputation: bool = True
     row = replace(row, assumed=list(row.assumed))
     sizes = Sizes.of(row)
     engine = engine_of(row, sizes)
-    engine = _at_its_clock(engine, machine)
+    engine = at_its_clock(engine, machine)
     lowering = lowering_of(row, sizes, engine)
     if machine.num_processors and (engine.in_units or engine.num_buckets > 1):
         # Kernels beside a collective have fewer processors, and take as much longer.
@@ -125,7 +125,7 @@ def _of_filled(row: Row, machine: Machine, *, said_of_recomputation: bool = True
     return Prediction(seconds, mfu, int(peak), peak <= limit, notes)
 
 
-def _at_its_clock(engine: EngineOfRow, machine: Machine) -> EngineOfRow:
+def at_its_clock(engine: EngineOfRow, machine: Machine) -> EngineOfRow:
     """Return an engine whose attention kernel runs at the clock that the machine's power allows.
 
     Shares of kernels were measured on the chip of full power. A limit of power holds for means over many kernels, so
@@ -237,9 +237,9 @@ def _simulated(
 
 def _simulate(lowering: Lowering, machine: Machine, num_micro_batches: int, holds_bytes: bool) -> tuple[float, float]:
     plan = lowering.plan(num_micro_batches)
-    costs = model_costs(lowering.config, lowering.layout, lowering.with_blocks(plan), machine, lowering.engine.engine)
+    costs = engine_costs(lowering.config, lowering.layout, lowering.with_blocks(plan), machine, lowering.engine.engine)
     if lowering.layout.pp > 1 and costs.reduce_share:
-        costs = _slowed_once(costs, plan)
+        costs = slowed_once(costs, plan)
     if not holds_bytes:
         costs = replace(costs, activations={}, resident=(), weights={}, contributions={})
     timeline = simulate(plan, costs)
@@ -250,7 +250,7 @@ def _simulate(lowering: Lowering, machine: Machine, num_micro_batches: int, hold
     return seconds, peak
 
 
-def _slowed_once(costs: Costs, plan: Plan) -> Costs:
+def slowed_once(costs: Costs, plan: Plan) -> Costs:
     """Return costs of a pipeline whose replicas' exchanges slow computation down, as a part of the step.
 
     Whatever a rank computes during an exchange is slower, and all ranks exchange at about the same time. If that were

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from tpengine.advice.published import Row, predict_table, predicted
-from tpengine.advice.published.engines import engine_of
-from tpengine.advice.published.lowering import Lowering, lowering_of, split_layers
-from tpengine.advice.published.machines import machine_of, network_bits_per_s
-from tpengine.advice.published.predict import _at_its_clock, step_and_peak, usable_bytes
-from tpengine.advice.published.sizes import Sizes
-from tpengine.advice.published.zb_2p import zb_2p
+from benchmarks.planner.published.costs import engine_costs
+from benchmarks.planner.published.engine import FLASH_1_ON_AMPERE, FLASH_2_ON_AMPERE, FLASH_2_ON_HOPPER
+from benchmarks.planner.published.frameworks import engine_of
+from benchmarks.planner.published.lowering import Lowering, lowering_of, split_layers, zb_2p
+from benchmarks.planner.published.machines import machine_of, network_bits_per_s
+from benchmarks.planner.published.predict import at_its_clock, predicted, step_and_peak, usable_bytes
+from benchmarks.planner.published.row import Row
+from benchmarks.planner.published.sizes import Sizes
 from tpengine.advice.question import ALLOCATOR_SHARE
-from tpengine.cli import main
 from tpengine.plan import Chunk, Kind, Reduced, TensorSpec, Weights, clock, lower, verify
 from tpengine.simulate import simulate
 from tpengine.simulate.machine import MACHINES
-from tpengine.simulate.modelled.costs import model_costs
-from tpengine.simulate.modelled.engines.flash import FLASH_1_ON_AMPERE, FLASH_2_ON_AMPERE, FLASH_2_ON_HOPPER
 
 # A small GPT on 8 GPUs, as a table has it.
 GPT = {
@@ -132,7 +128,7 @@ def test_many_micro_batches_are_as_the_whole_plan(row: Row) -> None:
     of, machine, num = lowering(row), machine_of(row), Sizes.of(row).num_micro_batches
     plan = of.plan(num)
     assert plan.num_microbatches == num > 4 * of.layout.pp
-    timeline = simulate(plan, model_costs(of.config, of.layout, plan, machine, of.engine.engine))
+    timeline = simulate(plan, engine_costs(of.config, of.layout, plan, machine, of.engine.engine))
     seconds, peak = step_and_peak(of, machine, num)
     assert peak == max(rank.peak_bytes for rank in timeline.ranks)
     if not of.is_asynchronous:
@@ -212,7 +208,7 @@ def test_activations_are_korthikantis() -> None:
         row = row_of(sequence_parallel=parallel)
         of = lowering(row)
         plan = of.plan(4)
-        costs = model_costs(of.config, of.layout, plan, MACHINES["a100"], of.engine.engine)
+        costs = engine_costs(of.config, of.layout, plan, MACHINES["a100"], of.engine.engine)
         assert costs.activations[0].saved == pytest.approx(layers * s * b * h * expected, rel=1e-9)
 
 
@@ -221,12 +217,12 @@ def test_state_is_18_bytes_per_parameter_and_what_zero_leaves() -> None:
     for zero, each in (("0", 18.0), ("1", 6 + 12 / 2), ("2", 2 + 16 / 2)):
         of = lowering(row_of(zero_stage=zero, gpu="H100"))
         plan = of.plan(2)
-        resident = model_costs(of.config, of.layout, plan, MACHINES["h100"], of.engine.engine).resident
+        resident = engine_costs(of.config, of.layout, plan, MACHINES["h100"], of.engine.engine).resident
         tables = (51200 // 2 + 1024) * 1024
         assert resident[0] == pytest.approx((numel + tables) * each, rel=5e-3)
     of = lowering(row_of(FSDP))
     plan = of.plan(2)
-    costs = model_costs(of.config, of.layout, plan, MACHINES["a100"], of.engine.engine)
+    costs = engine_costs(of.config, of.layout, plan, MACHINES["a100"], of.engine.engine)
     # The first unit is the largest, with the table; of gradients two are held at once.
     two = 2 * 4 * (12 * 1024**2 + 1024 * 52224)
     assert costs.resident[0] - two == pytest.approx((12 * 1024**2 * 8 + 1024 * 52224) * 16 / 8, rel=5e-3)
@@ -249,7 +245,7 @@ def test_chunks_of_the_ends_alone_count_them_as_layers() -> None:
     assert of.counts_ends and of.layout.layers == ((0, 0), *((i, i + 1) for i in range(8)), (8, 8))
     plan = of.plan(4)
     assert plan.num_layers == 10 and of.with_blocks(plan).chunks[0].layers == (0, 0)
-    compute = model_costs(of.config, of.layout, of.with_blocks(plan), MACHINES["a100"], of.engine.engine).compute
+    compute = engine_costs(of.config, of.layout, of.with_blocks(plan), MACHINES["a100"], of.engine.engine).compute
     assert 0 < compute[Kind.F, 0] < compute[Kind.F, 1]
 
 
@@ -264,7 +260,7 @@ def test_flash_kernels_by_length_and_heads() -> None:
 def test_attention_runs_at_the_clock_that_the_power_allows() -> None:
     of = engine_of(row_of(FSDP, gpu="H100"), Sizes.of(row_of(FSDP)))
     for sheet, share in (("h100", 1.0), ("h100-500w", (5 / 7) ** (1 / 3)), ("a100", 1.0), ("h200", 1.0)):
-        slower = _at_its_clock(of, MACHINES[sheet]).engine.flash
+        slower = at_its_clock(of, MACHINES[sheet]).engine.flash
         assert slower is not None and of.engine.flash is not None
         assert slower.forward == pytest.approx(share * of.engine.flash.forward)
         assert slower.backward == pytest.approx(share * of.engine.flash.backward)
@@ -278,7 +274,7 @@ def test_attention_in_memory_is_the_whole_square() -> None:
         memory_bytes_per_s=math.inf,
     )
     seconds = [
-        model_costs(of.config, of.layout, of.plan(2), compute_only, of.engine.engine).compute[Kind.F, 0]
+        engine_costs(of.config, of.layout, of.plan(2), compute_only, of.engine.engine).compute[Kind.F, 0]
         for of in (flash, scores)
     ]
     assert seconds[0] < seconds[1]
@@ -308,70 +304,9 @@ def test_the_network_is_read_from_notes(text: str, gbits: float) -> None:
     assert network_bits_per_s(text.lower(), 8) == gbits * 1e9
 
 
-def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table, out = tmp_path / "runs.csv", tmp_path / "predictions.csv"
-    rows = [GPT, GPT | {"id": "b", "gpu": "TPUv5p"}, FSDP]
-    with table.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(GPT))
-        writer.writeheader()
-        writer.writerows(rows)
-        file.write("short,row\n")
-    assert main(["plan", "--table", str(table), "--out", str(out)]) == 0
-    assert "2 of 4 rows predicted" in capsys.readouterr().out
-    with out.open(newline="") as file:
-        found = list(csv.DictReader(file))
-    assert list(found[0]) == ["id", "step_seconds", "mfu", "peak_bytes", "fits", "notes"]
-    assert [row["id"] for row in found] == ["a", "b", "f", "short"]
-    assert [bool(row["step_seconds"]) for row in found] == [True, False, True, False]
-    assert found[1]["fits"] == found[1]["peak_bytes"] == found[1]["mfu"] == "" and "TPUv5p" in found[1]["notes"]
-    of = predicted(row_of())
-    assert float(found[0]["step_seconds"]) == pytest.approx(of.step_seconds, rel=1e-5)
-    assert found[0]["fits"] == "yes" and int(found[0]["peak_bytes"]) == of.peak_bytes
-    assert predict_table(table, out) == (4, 2)
-
-
-def test_names_stay_in_another_encoding_too(tmp_path: Path) -> None:
-    """Predictions are joined by id: whatever it is, also where the cell would say nothing or no in another column."""
-    table, out = tmp_path / "runs.csv", tmp_path / "predictions.csv"
-    names, long = ["x", "-", "n/a", " a b ", "\u00e9"], "y" * 200_000
-    with table.open("w", newline="", encoding="latin-1") as file:
-        writer = csv.DictWriter(file, [" ID", *list(GPT)[1:], "remark"])
-        writer.writeheader()
-        for name in names:
-            columns = {key: value for key, value in GPT.items() if key != "id"}
-            writer.writerow({" ID": name, **columns, "remark": long})
-    assert predict_table(table, out) == (5, 5)
-    with out.open(newline="", encoding="utf-8") as file:
-        assert [row["id"] for row in csv.DictReader(file)] == names
-
-
 @pytest.mark.parametrize(
     "sizes", [{"layers": "1000", "pp": "200", "gpus": "200"}, {"layers": "96", "pp": "8", "vpp": "1000000000"}], ids=str
 )
 def test_a_pipeline_of_too_many_parts_is_left_empty_at_once(sizes: dict[str, str]) -> None:
     found = predicted(row_of(GPT | {"dp": "", "tp": "1", "global_batch": "2000", "micro_batch": "1"} | sizes))
     assert found.step_seconds is None and "stages must be at most 128" in found.notes
-
-
-def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lacks, binary, good = tmp_path / "lacks.csv", tmp_path / "binary.csv", tmp_path / "good.csv"
-    good.write_text(",".join(GPT) + "\n")
-    lacks.write_text("id,layers\na,1\n")
-    binary.write_bytes(b"id\n\0\xff\xfe")
-    out = str(tmp_path / "out.csv")
-    for arguments, rule in (
-        (["--table", str(lacks)], "--table and --out belong together: got --table alone"),
-        (["--out", out], "--table and --out belong together: got --out alone"),
-        (["--table", str(tmp_path / "no.csv"), "--out", out], "--table needs a readable file"),
-        (["--table", str(lacks), "--out", out], "lacks hidden, seq_len, gpu, gpus, global_batch"),
-        (["--table", str(binary), "--out", out], "has bytes that no text has"),
-        (["--table", str(good), "--out", str(good)], "--out must be another file than --table"),
-        (["--table", str(good), "--out", str(tmp_path)], "it is a directory: name another"),
-        (["--table", str(good), "--out", str(tmp_path / "no" / "o.csv")], "no is no directory: name another"),
-        (["--table", str(good), "--out", out, "--tp", "3"], "predicts what its rows say: got --tp: leave it out"),
-        (["--table", str(good), "--out", out, "--model", "tiny"], "got --model: leave it out"),
-    ):
-        assert main(["plan", *arguments]) == 2
-        said = capsys.readouterr().err
-        assert rule in said and said.count("\n") == 1
-    assert not Path(out).exists()
