@@ -39,11 +39,13 @@ def check(rows: Path, name: str, seq: int, batch: int = 1) -> None:
     assert 1e-4 < of_bfloat16["transformers_error_ratio"] < 0.1
 
 
+@pytest.mark.parametrize("seq", [500, 540])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_cuda_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_cuda_logits_are_those_of_transformers(tmp_path: Path, name: str, seq: int) -> None:
+    """By our attention; from 512 tokens on by torch's where the rule takes it, by its windows too."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    check(tmp_path / "rows.jsonl", name, seq=500, batch=2)
+    check(tmp_path / "rows.jsonl", name, seq, batch=2)
 
 
 @pytest.mark.parametrize(

@@ -355,6 +355,7 @@ def check_far(device: str) -> None:
         torch.tensor([[(number + 1) * CHUNK, 0, *begins]], device=device),
         ((torch.tensor([[0, number]], dtype=torch.int32, device=device), True),),
         1,
+        None,
     )
     numbers = torch.tensor([adamw_numbers(**settings(1))], dtype=torch.float64, device=device)
     launch_of_table(table, numbers, None, None, torch.float32, torch.float32, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -290,6 +291,10 @@ def test_every_poll_is_one_load_that_acquires(code: Code, target: str, warps: in
         assert polls and all({"ld", "acquire", "sys"} <= one.words for one in polls)
 
 
+# From 3.9 on triton puts a barrier before every atomic that releases, whatever the source says.
+HAS_BARRIERS = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
+
+
 @pytest.mark.parametrize(
     ("target", "names"),
     [
@@ -301,7 +306,11 @@ def test_every_poll_is_one_load_that_acquires(code: Code, target: str, warps: in
 def test_broken_signals_are_noticed(
     compilers: RankPool, count_mutations: CountMutations, target: str, names: tuple[str, ...]
 ) -> None:
-    mutations = {name: MUTATIONS[name] for name in names if target not in MUTATIONS[name].unseen}
+    mutations = {
+        name: MUTATIONS[name]
+        for name in names
+        if target not in MUTATIONS[name].unseen and not (HAS_BARRIERS and MUTATIONS[name].rule == LATE)
+    }
     survivors = []
     every = [Wanted(target, (mutation.kernel,), {}, mutation.old, mutation.new) for mutation in mutations.values()]
     for (name, mutation), (broken,) in zip(mutations.items(), compile_kernels(compilers, every), strict=True):

@@ -51,7 +51,7 @@ def attention_by_torch(
     if backend == "varlen":
         if starts is None:
             # What a captured graph reads must be its own: others may replace what is kept here.
-            is_captured = torch.cuda.is_current_stream_capturing()
+            is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
             starts_of = _starts_of.__wrapped__ if is_captured else _starts_of
             starts, longest = starts_of(q.shape[0], q.shape[1], q.device), q.shape[1]
         options = {"enable_gqa": True} if groups else {}

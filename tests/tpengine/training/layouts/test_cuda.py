@@ -11,6 +11,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from tpengine.config import Config, validate
 from tpengine.config.presets import llama_1b
 from tpengine.data import open_corpus
 from tpengine.data_parallel import DataParallel
+from tpengine.layers import torch_attention
 from tpengine.layers.collectives import Communicator
 from tpengine.observe.metrics import step_record
 from tpengine.pipeline import Pipeline
@@ -67,6 +69,44 @@ def test_exact_mode_gives_the_bits_of_one_process_on_one_card(
     config = exact_config(dp, tp, pp, dtype=dtype)
     want = merge(alone(config), ranks.run(train_exactly_on_a_card, 1, alone(config)))
     assert_same_bits(merge(config, ranks.run(train_exactly_on_a_card, dp * tp * pp, config)), want)
+
+
+def losses_in_bfloat16(config: Config, whose: Literal["ours", "torch"]) -> tuple[list[float], int]:
+    """The losses of some steps on a card, and how many calls were torch's attention."""
+    calls = []
+    kept = torch_attention.attention_by_torch
+
+    def counted(*given: Any, **options: Any) -> Any:
+        calls.append(given[3])
+        return kept(*given, **options)
+
+    config = replace(config, train=replace(config.train, dtype="bfloat16", attention=whose))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_attention, "attention_by_torch", counted)
+        trainer = Trainer(config, open_corpus(config), torch.device("cuda"))
+        return [trainer.train_step(step).loss for step in range(config.train.steps)], len(calls)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ((1, 1, 1), {}),
+        ((1, 2, 1), {"recompute": "attention"}),
+        ((1, 1, 2), {"schedule": "zb-h1"}),
+        ((2, 2, 1), {"zero": 3}),
+    ],
+    ids=str,
+)
+def test_torchs_attention_trains_as_ours(
+    ranks: RankPool, layout: tuple[int, int, int], settings: dict[str, Any]
+) -> None:
+    """Both round to 16 bits, each where it does: their losses are as near as that."""
+    (want, none), *_ = ranks.run(losses_in_bfloat16, 1, config_of(1, 1, 1, tied=False, kv_heads=2), "ours")
+    dp, tp, pp = layout
+    config = config_of(*layout, tied=False, kv_heads=2, **settings)
+    found = ranks.run(losses_in_bfloat16, dp * tp * pp, config, "torch")
+    assert none == 0 and all(number > 0 for _, number in found)
+    assert all(abs(got - loss) < 0.02 * loss for losses, _ in found for got, loss in zip(losses, want, strict=True))
 
 
 def evaluate_on(config: Config, device: str) -> tuple[float, list[int]]:

@@ -26,11 +26,12 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An H100 on which cuDNN takes heads of up to 128, and FlashAttention none; no file."""
+    """An H100 on which cuDNN takes heads of up to 128, and FlashAttention windows and documents; no file."""
     gpu = Gpu("NVIDIA H100", Target("cuda", 90), 91501)
     monkeypatch.setattr(choice, "gpu_of", functools.cache(lambda device: gpu))
     agrees = functools.cache(lambda backend, *of: backend == "cudnn" and of[-1] <= 128)
     monkeypatch.setattr(choice, "_torch_agrees", agrees)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(choice, "tuned_attention", lambda *of: None)
     choice.forget()
     yield
