@@ -143,6 +143,8 @@ BARRIER = "tl.debug_barrier()"
 LOOK = "_is_late(p_control, start, limit_ns)\n        if"
 ANSWER = 'tl.atomic_add(p_answer, 0, sem="acquire", scope="sys") == 1'
 PURE, AMD_PURE = ('"=l", [], dtype=tl.int64, is_pure=False', '"=s", [], dtype=tl.int64, is_pure=False')
+# From 3.9 on triton puts a barrier before every atomic that releases, whatever the source says: what is LATE is unseen.
+HAS_BARRIERS = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
 LATE, RELAXED, SCOPE = "releases what other threads", "is relaxed", "is not at scope sys"
 PARTS, ENDLESS = "may part the threads", "may poll for ever"
 
@@ -289,10 +291,6 @@ def test_every_poll_is_one_load_that_acquires(code: Code, target: str, warps: in
     for name in ("exchange", "meet"):
         polls = [one for one in instructions_of(code[target, warps][name]) if one.acquires and not one.releases]
         assert polls and all({"ld", "acquire", "sys"} <= one.words for one in polls)
-
-
-# From 3.9 on triton puts a barrier before every atomic that releases, whatever the source says.
-HAS_BARRIERS = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
 
 
 @pytest.mark.parametrize(

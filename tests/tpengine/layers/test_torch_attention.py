@@ -212,3 +212,11 @@ def test_on_a_gpu_errors_are_at_most_twice_ours(name: str, packed: bool, monkeyp
             allowed = 2 * max(float((own - want).abs().max()), float((want.bfloat16().double() - want).abs().max()))
             assert float((of - want).abs().max()) <= allowed
     assert len(seen) == len(asked)
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash"])
+def test_one_token_gets_its_value_whichever_backend_was_chosen(backend: str) -> None:
+    """cuDNN refuses it, and a CPU has neither."""
+    q, (k, v) = torch.randn(2, 1, 4, 16), torch.randn(2, 2, 1, 2, 16)
+    y = by_torch.attention_by_torch(q, k, v, backend, scale=0.25)
+    assert torch.allclose(y, v.repeat_interleave(2, dim=2), rtol=2 * torch.finfo(y.dtype).eps, atol=0.0)
