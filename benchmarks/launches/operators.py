@@ -122,7 +122,7 @@ def _rope(sizes: Sizes = EVERY) -> None:
 def _prepare_heads(sizes: Sizes = EVERY) -> None:
     """Launch for heads of several sizes, rotated whole, by positions, in part and not, normed and not.
 
-    A kernel takes ten seconds to compile: the branches are all there, not all of their products.
+    A kernel takes seconds to compile: the branches are all there, not all of their products.
     """
     model, dtype = sizes.models[0], sizes.dtypes[0]
     for size, is_normed, rotated in (

@@ -406,9 +406,6 @@ def as_operator(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or not has_memory
 
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
 def refuse_while_captured(device: torch.device, what: str) -> None:
     """Raise RuntimeError while a CUDA graph is captured: what follows copies to the device, or waits for it.
 
@@ -421,6 +418,9 @@ def refuse_while_captured(device: torch.device, what: str) -> None:
             f"a CUDA graph is captured of what has run before: {what}: run the same once before the capture, on the "
             "same tensors"
         )
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def constant_while_traced(function: _Function) -> _Function:
