@@ -50,8 +50,9 @@ def taken_nproc(arguments: Sequence[str]) -> tuple[int | None, list[str]]:
     for argument in rest:
         name, equals, value = argument.partition("=")
         if name in _ALSO:
-            given = value or next(rest, "N")
-            raise ValueError(f"{name} is torchrun's name for the processes of this host: use --nproc {given}")
+            given = value or next(rest, "")
+            number_of = given if given.isdecimal() and len(given) <= _MOST_DIGITS else "N"
+            raise ValueError(f"{name} is torchrun's name for the processes of this host: use --nproc {number_of}")
         if name != "--nproc":
             others.append(argument)
             continue

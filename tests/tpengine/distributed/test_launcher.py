@@ -139,6 +139,7 @@ def test_who_has_been_started_as_a_rank() -> None:
     [
         (["--nprocs=3"], "--nprocs is torchrun's name for the processes of this host: use --nproc 3"),
         (["--nproc-per-node", "2"], "use --nproc 2"),
+        (["--nproc-per-node", "--seed", "1"], "use --nproc N"),
         (["--nproc", "2", "--nproc=3"], "--nproc is given twice, 2 and 3: leave one out"),
     ],
 )
