@@ -147,7 +147,7 @@ def refused(what: str) -> str:
         ("cut", "a cut gives every part at least one module and uses all: cut [1, 1], 2 parts, 3 modules"),
         ("other model", "all ranks must build the same model: ranks [1] differ from rank 0, rank 1 has 'Tanh()'"),
         ("other schedule", "rank 1 has 'schedule 1f1b 2' where rank 0 has 'schedule gpipe 2'"),
-        ("sample", "the sample must run through the model: mat1 and mat2 shapes cannot be multiplied"),
+        ("sample", "the sample must run through the model: ... shapes cannot be multiplied (2x5 and 3x3): check the"),
         ("shared", "a parameter must belong to one rank: 2.weight of rank 1 is shared with rank 0"),
         ("integers", "the output of a part must be able to carry a gradient: module 1 returns int64[2,3]"),
         ("buffer", "a buffer must belong to one rank: 3.running_mean of rank 1 is shared with rank 0"),
@@ -161,7 +161,8 @@ def refused(what: str) -> str:
 )
 def test_mistakes_are_one_line_on_every_rank(ranks: RankPool, what: str, message: str) -> None:
     for said in ranks.run(refused, 2, what):
-        assert message in said and "\n" not in said, said
+        # What stands for dots are words of torch, which differ from version to version.
+        assert all(part in said for part in message.split("...")) and "\n" not in said, said
 
 
 @pytest.mark.parametrize("what", ["columns", "dtype"])
