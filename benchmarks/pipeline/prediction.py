@@ -34,9 +34,9 @@ from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.observe.record_costs import MeasuredStep, profile_of
 from tpengine.observe.records import decode_record, measured_timeline
 from tpengine.plan import Kind, Plan
-from tpengine.simulate import Costs, simulate
-from tpengine.simulate.profiles.costs import costs_for
-from tpengine.simulate.profiles.file import CostProfile
+from tpengine.planner import Costs, simulate
+from tpengine.planner.profiles.costs import costs_for
+from tpengine.planner.profiles.file import CostProfile
 
 # A pause may last a tenth of a millisecond too long.
 _SHORTEST_WAIT_SECONDS = 10e-3

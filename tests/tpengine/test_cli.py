@@ -22,9 +22,9 @@ from tpengine.config import validate
 from tpengine.config.presets import certify
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Schedule, make_schedule, parse_plan, verify
-from tpengine.simulate import simulate
-from tpengine.simulate.costs import spec_bytes
-from tpengine.simulate.modelled.costs import model_costs
+from tpengine.planner import simulate
+from tpengine.planner.costs import spec_bytes
+from tpengine.planner.modelled.costs import model_costs
 
 
 @pytest.mark.parametrize(

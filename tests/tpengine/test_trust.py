@@ -21,7 +21,6 @@ import pytest
 from support.plans.synthetic_runs import Truth, write_run
 
 from tpengine import trust
-from tpengine.advice.diagnose import diagnose
 from tpengine.architectures.model_path import model_at
 from tpengine.architectures.registry import architecture_of
 from tpengine.checkpoint.index import Index, write_index
@@ -34,6 +33,7 @@ from tpengine.config import Config, ModelConfig, validate_run
 from tpengine.config.presets import preset_config
 from tpengine.config.toml import dump_toml
 from tpengine.last_words import say_once
+from tpengine.planner.diagnose import diagnose
 
 
 class Hostile(NamedTuple):

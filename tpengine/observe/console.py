@@ -20,9 +20,9 @@ from tpengine.layout.step_plan import Layout
 from tpengine.observe.pace import Pace
 from tpengine.observe.safe_console import SafeConsole
 from tpengine.plan import Kind, Plan, clock
-from tpengine.simulate.machine import machine_on
-from tpengine.simulate.modelled.costs import bytes_per_rank
-from tpengine.simulate.modelled.memory import RankMemory, memory_of
+from tpengine.planner.machine import machine_on
+from tpengine.planner.modelled.costs import bytes_per_rank
+from tpengine.planner.modelled.memory import RankMemory, memory_of
 
 _PLAIN_LINES = 40
 # The progress line's tokens per second are those of so many steps.

@@ -23,8 +23,8 @@ from tpengine.observe.records import (
 )
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, counterpart
 from tpengine.plan.plan import Bucket, Plan, Residency, Weights
-from tpengine.simulate.profiles.file import BucketProfile, ChunkProfile, CostProfile
-from tpengine.simulate.profiles.ranks import ActionProfile, RankProfile, StepSeconds
+from tpengine.planner.profiles.file import BucketProfile, ChunkProfile, CostProfile
+from tpengine.planner.profiles.ranks import ActionProfile, RankProfile, StepSeconds
 
 
 @dataclass(frozen=True)

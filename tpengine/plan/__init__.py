@@ -1,4 +1,4 @@
-"""The step plan. It is generated, lowered and verified here, simulated and drawn in simulate/, executed in pipeline/.
+"""The step plan. It is generated, lowered and verified here, simulated and drawn in planner/, executed in pipeline/.
 
 Nothing here imports torch. Read actions.py, plan.py, schedules/, lower/, verify/ in this order.
 """

@@ -2,7 +2,7 @@
 
 An action starts once its rank is free and its inputs exist; one pass over the actions finds all times. Lowering orders
 transfers by this clock, and generators are measured with it. Simulation and execution follow the lists, so they run
-actions in the same order. simulate/simulator.py adds communication, memory and reductions.
+actions in the same order. planner/simulator.py adds communication, memory and reductions.
 """
 
 from __future__ import annotations

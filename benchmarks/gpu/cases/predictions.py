@@ -16,7 +16,7 @@ from benchmarks.planner.blind.command import Options as BlindOptions
 from benchmarks.planner.blind.command import proof
 from benchmarks.planner.machine.command import Options as MachineOptions
 from benchmarks.planner.machine.command import measured_machine
-from tpengine.simulate.machine import machine_values
+from tpengine.planner.machine import machine_values
 
 
 def machine(rows: Path, passes: int = 3, tiny: bool = False) -> None:

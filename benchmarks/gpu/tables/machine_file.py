@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.gpu.tables.rows import PREFLIGHT, has_samples, results
 from benchmarks.harness.journal import read
 from tpengine.files import write_beside
-from tpengine.simulate.machine import MACHINES, Curve, Machine, Measured, machine_of_values, machine_text
+from tpengine.planner.machine import MACHINES, Curve, Machine, Measured, machine_of_values, machine_text
 
 MACHINE_FILE, MACHINE_ROW = "machine.toml", "planner/machine"
 _DTYPE = "bfloat16"

@@ -30,7 +30,7 @@ from benchmarks.planner.blind.verdict import machine_varied, row_of, table, verd
 from benchmarks.planner.blind.visits import PREDICTIONS, Asked, Step, measured
 from tpengine.config import Config
 from tpengine.config.presets import preset_config
-from tpengine.simulate.machine import Machine, machine_named
+from tpengine.planner.machine import Machine, machine_named
 
 
 @dataclass(frozen=True)

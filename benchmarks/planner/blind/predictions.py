@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tpengine.advice.candidates import Candidate, candidates, shapes
-from tpengine.advice.question import ALLOCATOR_SHARE, Question
-from tpengine.advice.sheets.sheet import Sheet
 from tpengine.config import Config, ModelConfig, validate
 from tpengine.files import write_beside
-from tpengine.simulate.machine import Machine
+from tpengine.planner.advice.question import ALLOCATOR_SHARE, Candidate, Question, candidates, shapes
+from tpengine.planner.advice.sheets import Sheet
+from tpengine.planner.machine import Machine
 
 
 @dataclass(frozen=True)

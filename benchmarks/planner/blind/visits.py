@@ -27,7 +27,7 @@ from benchmarks.planner.machine.sizes import sizes_of
 from tpengine.config import Config
 from tpengine.distributed.local_ranks import Ranks, RanksFailed
 from tpengine.layout.step_plan import dtype_bytes
-from tpengine.simulate.machine import Machine
+from tpengine.planner.machine import Machine
 
 PREDICTIONS, _JOURNAL = "predictions.json", "journal.jsonl"
 # Between two looks at a machine that is slower than its file.

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.planner.diagnosis.faults import PROFILED, Fault
-from tpengine.advice.diagnose import Fault as Verdict
-from tpengine.advice.diagnose.changes import changed
 from tpengine.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, validate
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Kind
-from tpengine.simulate.machine import CPU_CORE
-from tpengine.simulate.modelled.actions import action_seconds
-from tpengine.simulate.modelled.memory import memory_of
+from tpengine.planner.diagnose import Fault as Verdict
+from tpengine.planner.diagnose.changes import changed
+from tpengine.planner.machine import CPU_CORE
+from tpengine.planner.modelled.costs import action_seconds
+from tpengine.planner.modelled.memory import memory_of
 
 SHARES = (0.1, 0.2, 0.4)
 # Of a stage that is paced: steps take seconds, and sleeping is most of them.

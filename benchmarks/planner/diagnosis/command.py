@@ -27,11 +27,11 @@ from benchmarks.harness.rows import stored
 from benchmarks.planner.diagnosis.cases import Case, all_cases
 from benchmarks.planner.diagnosis.faults import Fault
 from benchmarks.planner.diagnosis.table import WITH, WITHOUT, is_disturbed, row_of, table, verdict
-from tpengine.advice.diagnose import Fault as Verdict
-from tpengine.advice.diagnose import diagnose
-from tpengine.advice.diagnose.changes import changed
 from tpengine.config import Config, validate
 from tpengine.distributed.local_ranks import Ranks
+from tpengine.planner.diagnose import Fault as Verdict
+from tpengine.planner.diagnose import diagnose
+from tpengine.planner.diagnose.changes import changed
 
 _JOURNAL, _RUNS = "journal.jsonl", "runs"
 # A case that is always disturbed is given up.

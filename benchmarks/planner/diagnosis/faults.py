@@ -29,8 +29,8 @@ from tpengine.observe.metrics import MetricsWriter, step_record
 from tpengine.pipeline.executor import Handler
 from tpengine.plan import Action, Chunk, Kind, Recompute
 from tpengine.plan.actions import COMPUTE
-from tpengine.simulate.machine import CPU_CORE
-from tpengine.simulate.modelled.actions import action_seconds
+from tpengine.planner.machine import CPU_CORE
+from tpengine.planner.modelled.costs import action_seconds
 from tpengine.training.profiler.profiler import Profiler
 from tpengine.training.trainer import Trainer
 

@@ -12,8 +12,8 @@ from rich.table import Table
 from benchmarks.harness.rows import make_row
 from benchmarks.harness.timing import PASSED
 from benchmarks.planner.diagnosis.cases import Case
-from tpengine.advice.diagnose import Fault as Verdict
 from tpengine.distributed.local_ranks import THREADS_PER_RANK
+from tpengine.planner.diagnose import Fault as Verdict
 
 WITH, WITHOUT = "with", "without"
 NAMED_FROM = 0.2

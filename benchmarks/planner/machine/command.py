@@ -20,7 +20,7 @@ from rich.console import Console
 from benchmarks.planner.machine.sizes import TINY, sizes_of
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.files import write_beside
-from tpengine.simulate.machine import Curve, Link, Machine, Measured, machine_text
+from tpengine.planner.machine import Curve, Link, Machine, Measured, machine_text
 
 Points = Sequence[tuple[float, float]]
 

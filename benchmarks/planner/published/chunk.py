@@ -1,4 +1,4 @@
-"""Which operators the actions of another engine's chunk have: ours (modelled/times/chunk.py), and its own besides."""
+"""Which operators the actions of another engine's chunk have: ours (modelled/chunk.py), and its own besides."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from benchmarks.planner.published.operators import EngineAttention, EngineOperat
 from tpengine.config import Config
 from tpengine.layout.step_plan import Layout
 from tpengine.plan import Chunk, Kind, Plan, Recompute
-from tpengine.simulate.machine import Machine
-from tpengine.simulate.modelled.actions import machine_of_ranks, seconds_of_chunks
-from tpengine.simulate.modelled.times.chunk import ChunkActions
-from tpengine.simulate.modelled.times.sums import ActionSeconds, KnownSums, OperatorSum
+from tpengine.planner.machine import Machine
+from tpengine.planner.modelled.chunk import ChunkActions
+from tpengine.planner.modelled.costs import machine_of_ranks, seconds_of_chunks
+from tpengine.planner.modelled.operators import ActionSeconds, KnownSums, OperatorSum
 
 
 def engine_seconds(

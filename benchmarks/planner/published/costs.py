@@ -1,7 +1,8 @@
 """The costs of another engine's step: ours (modelled/costs.py), with what it computes, keeps and sends otherwise.
 
-Of our own layers held/bytes.py and held/working.py count what a micro-batch holds tensor by tensor. Of other engines
-only the operators are known (engine.py), so these bytes are estimates: sums over the tensors that autograd keeps.
+Of our own layers modelled/held.py and modelled/activations.py count what a micro-batch holds tensor by tensor. Of other
+engines only the operators are known (engine.py), so these bytes are estimates: sums over the tensors that autograd
+keeps.
 
 Source: Korthikanti et al., "Reducing activation recomputation in large transformer models", MLSys 2023, section 4,
 whose s b h (10 + 24/t + 5 a s / (h t)) and s b h / t (34 + 5 a s / h) these sums are for GPT in 16 bits.
@@ -20,11 +21,11 @@ from tpengine.config import Config
 from tpengine.layout.parameters import ParameterSpec, chunk_specs
 from tpengine.layout.step_plan import Layout
 from tpengine.plan import Bucket, Kind, Plan, Recompute
-from tpengine.simulate import ChunkBytes, Costs
-from tpengine.simulate.costs import spec_bytes
-from tpengine.simulate.machine import Machine
-from tpengine.simulate.modelled.costs import StepCosts, crosses_nodes
-from tpengine.simulate.modelled.held.bytes import BlockBytes
+from tpengine.planner import ChunkBytes, Costs
+from tpengine.planner.costs import spec_bytes
+from tpengine.planner.machine import Machine
+from tpengine.planner.modelled.costs import StepCosts, crosses_nodes
+from tpengine.planner.modelled.held import BlockBytes
 
 # Statistics of attention are float32.
 _WIDE = 4

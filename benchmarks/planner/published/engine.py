@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tpengine.config import Config
-from tpengine.simulate.machine import Curve
-from tpengine.simulate.modelled.held.bytes import BlockBytes
+from tpengine.planner.machine import Curve
+from tpengine.planner.modelled.held import BlockBytes
 
 # Attention kernels that keep no scores: shares of a GPU's peak, from the kernels' own microbenchmarks.
 #

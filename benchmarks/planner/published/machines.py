@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from benchmarks.planner.published.row import SCALING, Row
-from tpengine.simulate.machine import MACHINES, Machine
+from tpengine.planner.machine import MACHINES, Machine
 
 # Parts of a GPU's name without blanks and marks, all of which it must have, and its sheet; the more particular first.
 _SHEETS = (

@@ -1,6 +1,6 @@
 """What single operators take in another engine: products that are apart, kernels of their own, attention's kernels.
 
-Only what differs from tpengine/simulate/modelled/times/ is here. chunk.py says which of these a block has.
+Only what differs from tpengine/planner/modelled/operators.py is here. chunk.py says which of these a block has.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from tpkernels.work import Work, attention_backward_work, attention_work, visibl
 
 from benchmarks.planner.published.engine import Beside, Engine, num_logits, sizes_for
 from tpengine.config import Config
-from tpengine.simulate.machine import Curve, Machine
-from tpengine.simulate.modelled.held.bytes import BlockBytes
-from tpengine.simulate.modelled.times.attention import AttentionOperators
-from tpengine.simulate.modelled.times.operators import Operators
-from tpengine.simulate.modelled.times.sums import OperatorSum
+from tpengine.planner.machine import Curve, Machine
+from tpengine.planner.modelled.held import BlockBytes
+from tpengine.planner.modelled.operators import AttentionOperators, Operators, OperatorSum
 
 # Per logit of a loss in float32, beside what cross_entropy_work counts: copied (2 + 4), maximum (4), difference (8),
 # exponential (8), sum (4), quotient (8). Of its gradient: product (8), copied back (4 + 2).

@@ -20,8 +20,8 @@ from tpengine.layout.parameters import num_matmul_parameters
 from tpengine.plan import Plan
 from tpengine.plan.actions import COMPUTE
 from tpengine.plan.timeline import Timeline
-from tpengine.simulate import Costs, simulate
-from tpengine.simulate.machine import MACHINES, Machine
+from tpengine.planner import Costs, simulate
+from tpengine.planner.machine import MACHINES, Machine
 
 # Data sheets count memory in binary units.
 _BINARY_PER_DECIMAL = 2**30 / 1e9

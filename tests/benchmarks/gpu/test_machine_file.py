@@ -13,10 +13,10 @@ from benchmarks.gpu.tables.machine_file import MACHINE_ROW, machine_like, machin
 from benchmarks.gpu.tables.rows import PREFLIGHT, results
 from benchmarks.harness.journal import append, read
 from benchmarks.run import main
-from tpengine.advice.sheets.sheet import Sheet
 from tpengine.config import validate
 from tpengine.config.presets import preset_config
-from tpengine.simulate.machine import MACHINES, Machine, machine_named, machine_values
+from tpengine.planner.advice.sheets import Sheet
+from tpengine.planner.machine import MACHINES, Machine, machine_named, machine_values
 
 H200 = ROOT / "benchmarks" / "results" / "nvidia_h200" / "gpu.jsonl"
 

@@ -25,7 +25,7 @@ from benchmarks.pipeline.ranks import Measured
 from benchmarks.pipeline.steps import Pause
 from benchmarks.run import main
 from tpengine.plan import Kind, TensorSpec
-from tpengine.simulate.profiles.file import ChunkProfile, CostProfile
+from tpengine.planner.profiles.file import ChunkProfile, CostProfile
 
 SMOKE = shrunk(Options(smoke=True))
 

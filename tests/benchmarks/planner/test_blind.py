@@ -22,11 +22,11 @@ from benchmarks.planner.blind.verdict import machine_varied, row_of, verdict
 from benchmarks.planner.blind.visits import Asked, Step, machine_speed, measured, reference_by_file
 from benchmarks.planner.machine.sizes import sizes_of
 from benchmarks.run import main
-from tpengine.advice.question import Question
 from tpengine.config import validate
 from tpengine.config.presets import preset_config
 from tpengine.distributed.local_ranks import Ranks, RanksFailed
-from tpengine.simulate.machine import MACHINES
+from tpengine.planner.advice.question import Question
+from tpengine.planner.machine import MACHINES
 
 
 def test_every_axis_schedule_stage_and_number_of_micro_batches_is_compared() -> None:

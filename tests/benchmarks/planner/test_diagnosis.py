@@ -1,6 +1,6 @@
 """Rung: pure. Which visit comes next, what a row says, and the cases: every share, fault and number of ranks.
 
-That faults are named in real runs is shown by tests/tpengine/advice/diagnose/test_real_runs.py.
+That faults are named in real runs is shown by tests/tpengine/planner/diagnose/test_real_runs.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.planner.diagnosis.command import next_side, settings_of
 from benchmarks.planner.diagnosis.faults import Fault
 from benchmarks.planner.diagnosis.table import row_of, verdict
 from benchmarks.run import main
-from tpengine.advice.diagnose import Fault as Verdict
+from tpengine.planner.diagnose import Fault as Verdict
 
 CONFIG = paced_config(2, m=2)
 READ = Case("reader", Verdict.SLOW_INPUT, 0.2, CONFIG, lambda step: Fault(read=step), lambda _: Fault())

@@ -25,8 +25,8 @@ from benchmarks.planner.machine.products import cold_shares
 from benchmarks.planner.machine.sizes import TINY
 from benchmarks.run import main
 from tpengine.config.presets import preset_config
-from tpengine.simulate.machine import Curve, read_machine
-from tpengine.simulate.machine.measured import OPERATORS, PRODUCTS
+from tpengine.planner.machine import Curve, read_machine
+from tpengine.planner.machine.measured import OPERATORS, PRODUCTS
 
 
 @pytest.mark.slow

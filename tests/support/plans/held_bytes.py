@@ -1,7 +1,7 @@
 """Bytes held at each place of a rank's list, from the list alone: an oracle for goldens of plans that gather.
 
 Gathered weights are held from the action that starts the gather to the end of the one that frees them, a gradient
-buffer from the action that fills it until its reduction has been waited for. simulate/memory.py adds activations and
+buffer from the action that fills it until its reduction has been waited for. planner/memory.py adds activations and
 times.
 """
 

@@ -14,11 +14,11 @@ from tpengine.layout.slices import slice_numel
 from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, layout_of, training_plan
 from tpengine.observe.record_costs import MeasuredStep, metered_name, profile_of, ranks_of, step_seconds
 from tpengine.plan import Kind, Plan, Residency, Weights
-from tpengine.simulate import Costs, simulate
-from tpengine.simulate.machine import CPU_CORE
-from tpengine.simulate.modelled.actions import action_seconds, chunk_seconds
-from tpengine.simulate.modelled.memory import memory_of
-from tpengine.simulate.profiles.file import StageMemory
+from tpengine.planner import Costs, simulate
+from tpengine.planner.machine import CPU_CORE
+from tpengine.planner.modelled.costs import action_seconds, chunk_seconds
+from tpengine.planner.modelled.memory import memory_of
+from tpengine.planner.profiles.file import StageMemory
 
 OUTSIDE_SECONDS = 0.01
 

@@ -9,8 +9,7 @@ import pytest
 
 from tpengine.checkpoint.run.rollbacks import Rollback, rollback_of
 from tpengine.config.step_numbers import first_of_rows, index_of, numbered
-from tpengine.simulate.profiles.fields import WrongProfile
-from tpengine.simulate.profiles.ranks import StepSeconds, parse_step
+from tpengine.planner.profiles.ranks import StepSeconds, WrongProfile, parse_step
 
 
 def test_a_step_is_named_by_the_number_that_is_finished_with_it() -> None:

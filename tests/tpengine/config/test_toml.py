@@ -14,8 +14,8 @@ from tpengine.config import Config, validate_run
 from tpengine.config.toml import load_toml, updated
 from tpengine.config.toml_file import read_toml
 from tpengine.data.mixtures.table import read_table
-from tpengine.simulate.machine.file import machine_of_values, machine_values, read_machine
-from tpengine.simulate.machine.sheets import MACHINES
+from tpengine.planner.machine.file import machine_of_values, machine_values, read_machine
+from tpengine.planner.machine.sheets import MACHINES
 
 # A value of every type that TOML has: as Python reads it, by what TOML calls it.
 VALUES: dict[str, Any] = {

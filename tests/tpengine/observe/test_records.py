@@ -37,9 +37,9 @@ from tpengine.plan import (
     verify,
 )
 from tpengine.plan.clock import unit_durations
-from tpengine.simulate import Costs, StepFigures, simulate
-from tpengine.simulate.costs import spec_bytes
-from tpengine.simulate.profiles.costs import costs_for
+from tpengine.planner import Costs, StepFigures, simulate
+from tpengine.planner.costs import spec_bytes
+from tpengine.planner.profiles.costs import costs_for
 
 BuildPlan = Callable[..., Plan]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")

@@ -23,10 +23,10 @@ from support.programs import Running, finish_all, start_ranks
 from support.ranks.progress import finish, wait_until
 from support.readmes import the_command
 
-from tpengine.advice.diagnose import chain
 from tpengine.checkpoint.index import Index, read_index
 from tpengine.checkpoint.run.resume import checkpoints_of
 from tpengine.last_words import read_last_words
+from tpengine.planner.diagnose import chain
 
 PROGRAM = str(ROOT / "tests/support/engine/drill_program.py")
 STEPS = 16

@@ -1,6 +1,6 @@
 """`tpengine advise`: the fastest layouts of a model on a machine, why others lose, how to run the first. No torch.
 
-Nothing is measured and no process group is made: layouts are worked out as plans and simulated (tpengine/advice).
+Nothing is measured and no process group is made: layouts are worked out as plans and simulated (tpengine/planner).
 """
 
 from __future__ import annotations
@@ -10,12 +10,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpengine.advice.candidates import shapes
-from tpengine.advice.changes import changes
-from tpengine.advice.question import Question
-from tpengine.advice.search import Found, Row, search
-from tpengine.advice.units import seconds_text
-from tpengine.advice.words import answer_json, answer_lines, differences, sheet_lines
 from tpengine.commands.parsing import count
 from tpengine.commands.planning.asked import (
     add_question_arguments,
@@ -27,7 +21,12 @@ from tpengine.commands.planning.asked import (
 from tpengine.commands.planning.no_answer import nothing_divides, nothing_fits
 from tpengine.commands.planning.progress import shown
 from tpengine.plan import SCHEDULES, make_schedule
-from tpengine.simulate.draw import MAX_BOXES, Picture, check_place, picture_bytes, write_beside
+from tpengine.planner.advice.changes import changes
+from tpengine.planner.advice.question import Question, shapes
+from tpengine.planner.advice.search import Found, Row, search
+from tpengine.planner.advice.units import seconds_text
+from tpengine.planner.advice.words import answer_json, answer_lines, differences, sheet_lines
+from tpengine.planner.draw import MAX_BOXES, Picture, check_place, picture_bytes, write_beside
 
 _NUM_PICTURES = 3
 

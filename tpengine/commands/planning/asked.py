@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tpengine.advice.question import Question
-from tpengine.advice.recorded import machine_as_recorded
 from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.model_path import model_at, run_of
 from tpengine.checkpoint.run.resume import saved_config
@@ -24,7 +22,9 @@ from tpengine.config import Config, ParallelConfig
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.rules import MOST_BATCH, MOST_RANKS, check_ranges, check_sizes
 from tpengine.config.toml import load_toml
-from tpengine.simulate.machine import MACHINES, Machine, machine_named
+from tpengine.planner.advice.question import Question
+from tpengine.planner.advice.recorded import machine_as_recorded
+from tpengine.planner.machine import MACHINES, Machine, machine_named
 from tpengine.spelling import use
 
 DEFAULT_MACHINE = "cpu"

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tpengine.advice.diagnose import chain, diagnose
 from tpengine.commands.given import add_trust_arguments
 from tpengine.last_words import read_last_words
+from tpengine.planner.diagnose import chain, diagnose
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tpengine.advice.question import AXES
 from tpengine.commands.parsing import count
 from tpengine.config.rules import MOST_CHUNKS, MOST_RANKS, MOST_SEQUENCES
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
+from tpengine.planner.advice.question import AXES
 
 # A range names at most so many values.
 _MOST = 100_000

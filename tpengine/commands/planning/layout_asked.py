@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
-from tpengine.advice.candidates import Candidate
-from tpengine.advice.question import Question
 from tpengine.config.nearest import divisors, nearest_of
 from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.plan import SCHEDULES
+from tpengine.planner.advice.question import Candidate, Question
 
 
 def layout_asked(question: Question) -> Candidate:

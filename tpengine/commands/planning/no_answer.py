@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tpengine.advice.candidates import shapes
-from tpengine.advice.changes import what_fits
-from tpengine.advice.question import Question
-from tpengine.advice.search import Found
-from tpengine.advice.units import gigabytes
-from tpengine.advice.words import change_text, too_large_text
 from tpengine.commands.planning.fixed import flag_of, listed
 from tpengine.config.lengths import MOST_MICRO_BATCHES
+from tpengine.planner.advice.changes import what_fits
+from tpengine.planner.advice.question import Question, shapes
+from tpengine.planner.advice.search import Found
+from tpengine.planner.advice.units import gigabytes
+from tpengine.planner.advice.words import change_text, too_large_text
 
 # The place of a size among those of a shape.
 _PLACES = {"tp": 0, "pp": 1, "dp": 2, "micro_batch_size": 3}

@@ -15,9 +15,9 @@ from tpengine.data.samples.fitted import fitted
 from tpengine.data.samples.windows import Samples
 from tpengine.layout.step_plan import Layout
 from tpengine.plan import Kind, Plan
-from tpengine.simulate.machine import Machine
-from tpengine.simulate.modelled.costs import model_costs
-from tpengine.simulate.modelled.times.packed import Packed, packed_of
+from tpengine.planner.machine import Machine
+from tpengine.planner.modelled.costs import model_costs
+from tpengine.planner.modelled.operators import Packed, packed_of
 
 # Sequences that are looked at: the first ones of the run's own order, which is a random one.
 _MOST_SAMPLES = 4096

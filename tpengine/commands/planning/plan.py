@@ -11,10 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tpengine.advice.question import Question
-from tpengine.advice.sheets.memory import memory_lines
-from tpengine.advice.sheets.sheet import Sheet
-from tpengine.advice.words import sheet_json, sheet_lines
 from tpengine.commands.parsing import Removed
 from tpengine.commands.planning.asked import (
     add_question_arguments,
@@ -26,7 +22,10 @@ from tpengine.commands.planning.asked import (
 from tpengine.commands.planning.fixed import fixed_settings, refuse_several
 from tpengine.commands.planning.layout_asked import layout_asked
 from tpengine.commands.planning.phase_asked import AskedPhase, add_phase_arguments, all_phases, refuse_other_sizes
-from tpengine.simulate.draw import check_place, write_beside
+from tpengine.planner.advice.question import Question
+from tpengine.planner.advice.sheets import Sheet, memory_lines
+from tpengine.planner.advice.words import sheet_json, sheet_lines
+from tpengine.planner.draw import check_place, write_beside
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,8 +6,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from tpengine.advice.diagnose.evidence import Evidence, read_evidence
 from tpengine.config import Config
+from tpengine.planner.diagnose.evidence import Evidence, read_evidence
 
 
 def recorded_by(path: Path, base: Config, own: str = "") -> Evidence:

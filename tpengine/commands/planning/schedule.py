@@ -16,7 +16,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tpengine.advice.question import AXES
 from tpengine.commands.parsing import count
 from tpengine.commands.planning.fixed import fixed_settings, refuse_several
 from tpengine.commands.planning.phase_asked import AskedPhase, phase_asked, refuse_other_sizes
@@ -49,8 +48,9 @@ from tpengine.plan import (
     verify,
 )
 from tpengine.plan.actions import COMPUTE
-from tpengine.simulate import ChunkBytes, Costs, StepFigures, simulate
-from tpengine.simulate.draw import (
+from tpengine.planner import ChunkBytes, Costs, StepFigures, simulate
+from tpengine.planner.advice.question import AXES
+from tpengine.planner.draw import (
     Picture,
     bytes_text,
     check_num_boxes,
@@ -59,10 +59,10 @@ from tpengine.simulate.draw import (
     picture_bytes,
     write_beside,
 )
-from tpengine.simulate.draw.file import check_file
-from tpengine.simulate.draw.picture import live_text
-from tpengine.simulate.profiles.costs import costs_for, plan_for
-from tpengine.simulate.profiles.file import CostProfile, read_profile
+from tpengine.planner.draw.file import check_file
+from tpengine.planner.draw.picture import live_text
+from tpengine.planner.profiles.costs import costs_for, plan_for
+from tpengine.planner.profiles.file import CostProfile, read_profile
 
 # Printing this many takes 5 to 150 s on one core, and gives up to 60 MB of text.
 _MAX_STAGES = 1_000

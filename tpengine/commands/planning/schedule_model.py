@@ -12,7 +12,6 @@ import argparse
 from dataclasses import replace
 from typing import NamedTuple
 
-from tpengine.advice.question import AXES, Question
 from tpengine.commands.parsing import Removed
 from tpengine.commands.planning.asked import OF_A_MODEL, add_model_arguments, base_asked, batch_said
 from tpengine.commands.planning.fixed import fixed_settings, flag_of
@@ -21,10 +20,11 @@ from tpengine.commands.planning.phase_asked import add_phase_arguments
 from tpengine.config import Config, validate
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Plan
-from tpengine.simulate import Costs
-from tpengine.simulate.machine import machine_named
-from tpengine.simulate.modelled.costs import model_costs
-from tpengine.simulate.modelled.memory import decided_residency, memory_of
+from tpengine.planner import Costs
+from tpengine.planner.advice.question import AXES, Question
+from tpengine.planner.machine import machine_named
+from tpengine.planner.modelled.costs import model_costs
+from tpengine.planner.modelled.memory import decided_residency, memory_of
 
 _OF_PHASES = ("phases", "steps", "phase")
 # What a plan without a model has, too: how many stages and chunks.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from tpengine.commands.watching.history import PANELS, History
-from tpengine.simulate.draw import palette
+from tpengine.planner.draw import palette
 
 _WIDTH, _PANEL, _LEFT, _RIGHT, _TOP, _GAP = 760, 130, 80, 20, 44, 34
 _MOST_POINTS = 1000

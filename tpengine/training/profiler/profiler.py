@@ -41,12 +41,12 @@ from tpengine.observe.records import (
 )
 from tpengine.pipeline.executor import Trace
 from tpengine.plan import Timeline
-from tpengine.simulate import StepFigures, simulate
-from tpengine.simulate.draw import Picture, draw_svg, write_beside
-from tpengine.simulate.machine import machine_on
-from tpengine.simulate.modelled.memory import memory_of
-from tpengine.simulate.profiles.costs import costs_for
-from tpengine.simulate.profiles.file import StageMemory
+from tpengine.planner import StepFigures, simulate
+from tpengine.planner.draw import Picture, draw_svg, write_beside
+from tpengine.planner.machine import machine_on
+from tpengine.planner.modelled.memory import memory_of
+from tpengine.planner.profiles.costs import costs_for
+from tpengine.planner.profiles.file import StageMemory
 from tpengine.training.profiler.chosen import chosen_steps
 from tpengine.training.profiler.clocks import clock_of, offsets_of_ranks
 from tpengine.training.profiler.meter import Meter

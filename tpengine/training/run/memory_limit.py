@@ -13,8 +13,8 @@ from tpengine.distributed.mesh import Shape
 from tpengine.layout.phase_layouts import phase_layouts
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Residency
-from tpengine.simulate.machine import Machine, machine_on
-from tpengine.simulate.modelled.memory import RankMemory, decided_residency, memory_of, smaller_settings
+from tpengine.planner.machine import Machine, machine_on
+from tpengine.planner.modelled.memory import RankMemory, decided_residency, memory_of, smaller_settings
 
 
 def memory_limit(config: Config, launch: Launch, device: torch.device) -> int:

@@ -26,8 +26,8 @@ from tpengine.observe.background import BackgroundWriter
 from tpengine.observe.console import show_padding, show_phases, show_plan
 from tpengine.observe.metrics import MetricsWriter
 from tpengine.observe.wandb_run import WandbRun
-from tpengine.simulate.machine import machine_on
-from tpengine.simulate.modelled.memory import memory_of
+from tpengine.planner.machine import machine_on
+from tpengine.planner.modelled.memory import memory_of
 from tpengine.training.phase_parts import PhasePart
 from tpengine.training.run.attention_taken import attention_taken
 from tpengine.training.run.job import Job

@@ -16,10 +16,10 @@ from benchmarks.planner.published.machines import machine_of, network_bits_per_s
 from benchmarks.planner.published.predict import at_its_clock, predicted, step_and_peak, usable_bytes
 from benchmarks.planner.published.row import Row
 from benchmarks.planner.published.sizes import Sizes
-from tpengine.advice.question import ALLOCATOR_SHARE
 from tpengine.plan import Chunk, Kind, Reduced, TensorSpec, Weights, clock, lower, verify
-from tpengine.simulate import simulate
-from tpengine.simulate.machine import MACHINES
+from tpengine.planner import simulate
+from tpengine.planner.advice.question import ALLOCATOR_SHARE
+from tpengine.planner.machine import MACHINES
 
 # A small GPT on 8 GPUs, as a table has it.
 GPT = {

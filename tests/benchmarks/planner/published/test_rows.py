@@ -20,8 +20,8 @@ from benchmarks.planner.published.row import Row
 from benchmarks.planner.published.sizes import Sizes
 from tpengine.layout.parameters import chunk_specs
 from tpengine.plan import Kind
-from tpengine.simulate import Costs
-from tpengine.simulate.machine import MACHINES, Machine
+from tpengine.planner import Costs
+from tpengine.planner.machine import MACHINES, Machine
 
 # Llama 3.1 8B in torchtitan, and a Llama 2 7B in Megatron-LM.
 TITAN = {

@@ -19,8 +19,8 @@ from benchmarks.planner.published.predict import predicted
 from benchmarks.planner.published.row import Row
 from benchmarks.planner.published.sizes import Sizes
 from tpengine.plan import Kind
-from tpengine.simulate import Costs
-from tpengine.simulate.machine import MACHINES
+from tpengine.planner import Costs
+from tpengine.planner.machine import MACHINES
 
 RMS = "flash_attention2 + RMS kernel"
 RUN = {

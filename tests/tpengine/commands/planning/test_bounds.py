@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from tpengine.advice.candidates import shapes
-from tpengine.advice.question import Question
 from tpengine.cli import main
 from tpengine.config import Config, validate
 from tpengine.config.nearest import divisors, nearest_multiples, nearest_of
-from tpengine.simulate.machine import MACHINES
+from tpengine.planner.advice.question import Question, shapes
+from tpengine.planner.machine import MACHINES
 
 # A prime, a power of two that some settings take, and what nobody counts to.
 HUGE = (999_999_937, 2**24, 10**30)

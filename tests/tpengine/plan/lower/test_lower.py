@@ -31,8 +31,8 @@ from tpengine.plan import (
 )
 from tpengine.plan.actions import COMPUTE, INPUT_GRADIENT, RECEIVES, TRANSFERS, counterpart
 from tpengine.plan.clock import Value, inputs, output
-from tpengine.simulate import Costs, simulate
-from tpengine.simulate.costs import unit_costs
+from tpengine.planner import Costs, simulate
+from tpengine.planner.costs import unit_costs
 
 BOUNDARY = TensorSpec((4, 2), "float32")
 NAMES = [*sorted(SCHEDULES), "forward_only"]

@@ -24,8 +24,8 @@ from tpengine.config import Config, validate
 from tpengine.config.details import ModelDetails
 from tpengine.data import open_corpus
 from tpengine.data_parallel.sliced_buckets import SlicedBuckets
-from tpengine.simulate.modelled.held import prepared
-from tpengine.simulate.modelled.memory import memory_of
+from tpengine.planner.modelled import held
+from tpengine.planner.modelled.memory import memory_of
 from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -164,7 +164,7 @@ def test_weights_that_are_copied_for_matmuls_are_counted(
 
 
 def test_the_same_matrices_are_copied() -> None:
-    assert prepared.FEWEST_MULTIPLICATIONS == host.FEWEST_MULTIPLICATIONS
+    assert held.FEWEST_MULTIPLICATIONS == host.FEWEST_MULTIPLICATIONS
 
 
 @pytest.mark.slow

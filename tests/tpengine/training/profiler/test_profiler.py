@@ -42,8 +42,8 @@ from tpengine.observe.records import (
 from tpengine.pipeline.executor import Handler, Trace
 from tpengine.plan import Action, Kind, Plan
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, WEIGHT_GRADIENT
-from tpengine.simulate.modelled.memory import memory_of
-from tpengine.simulate.profiles.file import read_profile
+from tpengine.planner.modelled.memory import memory_of
+from tpengine.planner.profiles.file import read_profile
 from tpengine.training.phase_parts import enter_phase_of
 from tpengine.training.profiler.clocks import clock_of
 from tpengine.training.profiler.profiler import Profiler, crowding, num_local_ranks

@@ -18,7 +18,7 @@ from tpengine.distributed.launch import Launch
 from tpengine.layout.state_bytes import state_bytes
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Residency
-from tpengine.simulate.modelled.memory import decided_residency, memory_of, smaller_settings
+from tpengine.planner.modelled.memory import decided_residency, memory_of, smaller_settings
 from tpengine.training.run.memory_limit import fitting_residency, memory_limit
 
 CPU = torch.device("cpu")

@@ -1,0 +1,426 @@
+"""Lower bounds of a layout's time and memory, without a plan: what most layouts are left out by.
+
+Time. Each bound is a chain of actions that wait for each other in every plan of the layout, so none is above the
+simulator's step:
+
+    a rank      what passes on the way to its first chunk, all that it computes, the way back from its first chunk. The
+                weight halves of split backwards may be the last to run, so their way back is one of input halves
+    a stream    gathers before the first forward; the reductions of a rank's only chunk begin in its last backward; all
+                gathers and reductions of a rank run one after another
+    everything  the optimizer comes after both
+
+Layers are cut as the plan cuts them, and chunks take what they take in the plan. `least_seconds` and `group_seconds`
+know less: all that a micro-batch computes, shared evenly by the pipeline's ranks. `played_seconds` knows more: when
+each action of the schedule's lists can run.
+
+Memory: `num_bytes` is an equal share of the state, since some rank holds as much, and the activations of micro-batches
+that a stage holds at once; `held_bytes` what each rank's list holds, action by action, which is nearly the peak. Tests
+check that all are below what the simulator finds for the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tpkernels.work import Work, adamw_work
+
+from tpengine.config import Config
+from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
+from tpengine.layout.parameters import EMBEDDING, num_parameters, stage_specs
+from tpengine.layout.state_bytes import even_state_bytes
+from tpengine.layout.step_plan import dtype_bytes, gradient_bytes, layer_ranges
+from tpengine.plan import SCHEDULES, Chunk, Gathered, Kind, Recompute
+from tpengine.plan.schedules.schedule import looping, vee
+from tpengine.planner import ChunkBytes
+from tpengine.planner.advice.lists import KINDS, Held, Played, RankHeld, held_of, order_of, place_of
+from tpengine.planner.advice.question import Candidate, Question
+from tpengine.planner.modelled.activations import bytes_of_chunks
+from tpengine.planner.modelled.costs import chunk_seconds
+from tpengine.planner.modelled.held import BlockBytes
+from tpengine.planner.modelled.operators import ActionSeconds, KnownSums
+
+# tp, micro-batch size, recompute, gathered, tp_comm: what an action's time depends on, beside its layers.
+Key = tuple[int, int, str, str, str]
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """What does not depend on the replicas: for each rank of a pipeline three times that add up to a bound.
+
+    Attributes:
+        before: until its first chunk's first input has come; not counted is what comes before the first forward.
+        busy: what it computes, and the way back from its first chunk.
+        last_backward: its last backward, if it has one chunk; else all that it computes.
+        layers: how many layers its chunks hold.
+        first_layers: those of the model's first chunk.
+        once: what one micro-batch takes through all chunks and back.
+    """
+
+    before: tuple[float, ...]
+    busy: tuple[float, ...]
+    last_backward: tuple[float, ...]
+    layers: tuple[int, ...]
+    first_layers: int
+    once: float
+
+
+class Bounds:
+    """Bounds of a question's layouts; what many of them share is computed once.
+
+    Args:
+        question: whose layouts.
+        known: bounds of a question of the same model, from which is taken over what does not differ.
+    """
+
+    def __init__(self, question: Question, known: Bounds | None = None) -> None:
+        self.question = question
+        model, dtype = question.base.model, question.base.train.dtype
+        # As its chips compute: all from caches, of which no plan's rank touches less.
+        self._machine = question.machine.slowest_of(question.num_ranks).touching(0.0).at_best()
+        self.num_layers, self.num_weights = model.num_layers, num_parameters(model)
+        self.layer_weights = num_parameters(replace(model, num_layers=2)) - num_parameters(replace(model, num_layers=1))
+        self.narrow, self.wide = dtype_bytes(dtype), gradient_bytes(dtype)
+        # By what each depends on: nothing of a question but its model; machine and dtype; the batch too.
+        self._saved: dict[tuple[int, int, str, str], int] = {}
+        self._state: dict[tuple[Any, ...], float] = {}
+        self._bytes: dict[tuple[Any, ...], tuple[ChunkBytes, ...]] = {}
+        self._walked: dict[Key, dict[object, ChunkBytes]] = {}
+        self._numel: dict[tuple[Any, ...], int] = {}
+        self._chunks: dict[tuple[Any, ...], Mapping[Kind, ActionSeconds]] = {}
+        self._sums: dict[Key, KnownSums] = {}
+        self._played: dict[tuple[Any, ...], Played] = {}
+        self._pipelines: dict[tuple[Any, ...], _Pipeline] = {}
+        if known is not None and known.question.base == question.base:
+            self._take_over(known)
+
+    def _take_over(self, known: Bounds) -> None:
+        """Share what does not differ between two questions of one model."""
+        shared = ["_saved", "_state", "_bytes", "_walked", "_numel"]
+        mine, other = self.question, known.question
+        is_alike = other.machine == replace(mine.machine, memory_bytes=other.machine.memory_bytes)
+        # How many chips wait for each other is in their times.
+        if is_alike and other.num_ranks == mine.num_ranks:
+            shared += ["_chunks", "_sums", "_played"]
+            if other.global_batch == mine.global_batch:
+                shared.append("_pipelines")
+        for name in shared:
+            setattr(self, name, getattr(known, name))
+
+    def least_seconds(self, tp: int, pp: int, dp: int, micro_batch_size: int) -> float:
+        """Return a bound for all layouts of these sizes: nothing is computed again, and no rank waits."""
+        keys = ((tp, micro_batch_size, "none", "keep", comm) for comm in ("fused", "plain"))
+        return min(self.group_seconds(pp, dp, key) for key in keys)
+
+    def group_seconds(self, pp: int, dp: int, key: Key) -> float:
+        """Return a bound for all schedules and stages of ZeRO: what is computed, shared evenly."""
+        number = self.question.global_batch // dp // key[1]
+        whole = self._of_chunk((0, self.num_layers), key)
+        return number * _forward_and_backward(whole) / pp
+
+    def seconds(self, layout: Candidate) -> float:
+        """Return a bound of the step."""
+        pipeline = self._pipeline(layout)
+        first_gather, stream = self._first_gather(layout, pipeline), self._stream(layout)
+        longest = max(pipeline.once + first_gather, stream)
+        for before, busy, last, layers in zip(
+            pipeline.before, pipeline.busy, pipeline.last_backward, pipeline.layers, strict=True
+        ):
+            start = first_gather + before
+            longest = max(longest, start + busy, start + busy - last + self._last_reductions(layout, layers))
+        return longest + self._optimizer(layout)
+
+    def played_seconds(self, layout: Candidate) -> float:
+        """Return a sharper bound of the step, for a schedule by name: its lists are played."""
+        pipeline, (ranks, layers) = self._pipeline(layout), self._cut(layout)
+        played, gather = self._play(layout, ranks, layers), self._first_gather(layout, pipeline)
+        longest = self._stream(layout)
+        for rank, end in enumerate(played.ends):
+            stream = 0.0
+            own = [chunk for chunk, holder in enumerate(ranks) if holder == rank]
+            # Reductions of a chunk begin in its last backward, one after another.
+            for chunk in sorted(own, key=played.last_weights.__getitem__):
+                num_layers = layers[chunk][1] - layers[chunk][0]
+                stream = max(stream, played.last_weights[chunk]) + self._last_reductions(layout, num_layers)
+            longest = max(longest, gather + max(end, stream))
+        return longest + self._optimizer(layout)
+
+    def held_bytes(self, layout: Candidate) -> float:
+        """Return a sharper bound of the bytes of the rank that holds most, for a schedule by name.
+
+        Looked at are the ranks that hold most, but for layers that do not divide: the first two, and the last.
+        """
+        ranks, layers = self._cut(layout)
+        # Twice as many as ranks fill every schedule but gpipe: more of them hold the same.
+        number = layout.num_micro_batches
+        number = number if layout.schedule == "gpipe" else min(number, 2 * layout.pp)
+        lists = held_of(layout.schedule, layout.pp, number, layout.chunks_per_rank)
+        sizes = self._chunk_bytes(layout, ranks, layers)
+        return max(self._held(layout, of_rank, layers, sizes) for of_rank in lists)
+
+    def num_bytes(self, layout: Candidate) -> float:
+        """Return a bound of the bytes of the rank that holds most."""
+        return self.state_bytes(layout) + self.activation_bytes(layout)
+
+    def state_bytes(self, layout: Candidate) -> float:
+        """Return weights, gradients, masters and moments of an equal share, with what is gathered."""
+        is_full, is_named = _fills_all_chunks(layout), layout.schedule in SCHEDULES
+        of = layout.tp * layout.pp, layout.dp, layout.zero, layout.residency, layout.chunks_per_rank, is_full, is_named
+        if of not in self._state:
+            numel, more = self.num_weights // of[0], 0.0
+            held = even_state_bytes(numel, layout.zero, layout.dp, self.question.base.train.dtype)
+            # What is gathered, and what is not summed yet: of a chunk at least. A chunk's buffer is given back right
+            # before its next backward. How many chunks a file's schedule has is not known here.
+            if layout.zero >= ZERO_OF_SLICED_GRADIENTS and is_named:
+                more += self.wide / (
+                    1 if is_full and self.question.base.train.reduction == "fast" else layout.chunks_per_rank
+                )
+            if layout.zero >= ZERO_OF_SLICED_WEIGHTS and is_named:
+                more += self.narrow / (layout.chunks_per_rank if layout.residency == "use" else 1)
+            self._state[of] = held + more * numel
+        return self._state[of]
+
+    def activation_bytes(self, layout: Candidate) -> float:
+        """Return what the micro-batches of a stage keep at least."""
+        key = layout.tp, layout.micro_batch_size, layout.recompute, layout.gathered
+        if key not in self._saved:
+            block = BlockBytes.of(self._config((*key, "fused")), layout.tp, Gathered(layout.gathered), window=1)
+            self._saved[key] = block.saved(Recompute(layout.recompute))
+        return _num_live(layout) * (self.num_layers // layout.num_chunks) * self._saved[key]
+
+    def _held(
+        self, layout: Candidate, held: RankHeld, layers: Sequence[tuple[int, int]], sizes: Sequence[ChunkBytes]
+    ) -> float:
+        """Return the most that one rank's list holds."""
+        train, zero, chunks = self.question.base.train, layout.zero, held.chunks
+        own = [sizes[chunk] for chunk in chunks]
+        numels = [self._num_weights(layout.tp, (layers[chunk],), is_bucket=True) for chunk in chunks]
+        sums_each = zero >= ZERO_OF_SLICED_GRADIENTS and train.reduction == "fast"
+        unsummed = [numel * self.wide if sums_each else 0 for numel in numels]
+        gathered = [numel * self.narrow if zero >= ZERO_OF_SLICED_WEIGHTS else 0 for numel in numels]
+        brief = layout.residency == "use"
+
+        def total(state: Held) -> float:
+            held_by = zip(
+                own, state.saved, state.deferred, state.is_filled, state.is_needed if brief else state.is_in_use,
+                unsummed, gathered, strict=True,
+            )  # fmt: skip
+            return own[state.place].working[state.kind] + sum(
+                size.saved * saved + size.deferred * deferred + filled * sums + whole * weights
+                for size, saved, deferred, filled, whole, sums, weights in held_by
+            )
+
+        numel = self._num_weights(layout.tp, tuple(layers[chunk] for chunk in chunks))
+        boundary = layout.micro_batch_size * train.seq_len // layout.tp * self.question.base.model.hidden_size
+        slots = (held.num_forward + held.num_backward) * boundary * self.narrow
+        return even_state_bytes(numel, zero, layout.dp, train.dtype) + slots + max(map(total, held.states))
+
+    def _num_weights(self, tp: int, layers: tuple[tuple[int, int], ...], *, is_bucket: bool = False) -> int:
+        """Return the elements that a tp rank holds of layers and ends; `is_bucket` leaves out what ends may share."""
+        key = tp, layers, is_bucket
+        if key not in self._numel:
+            model = self.question.base.model
+            specs = {spec.name: spec for part in layers for spec in stage_specs(model, tp, *part)}
+            shared = {EMBEDDING} if is_bucket and model.tie_embeddings else set()
+            self._numel[key] = sum(spec.local_numel(tp) for name, spec in specs.items() if name not in shared)
+        return self._numel[key]
+
+    def _chunk_bytes(
+        self, layout: Candidate, ranks: Sequence[int], layers: Sequence[tuple[int, int]]
+    ) -> tuple[ChunkBytes, ...]:
+        """Return what a micro-batch holds on each chunk."""
+        key: Key = layout.tp, layout.micro_batch_size, layout.recompute, layout.gathered, "fused"
+        of = layout.schedule, layout.pp, layout.chunks_per_rank, key
+        if of not in self._bytes:
+            chunks = [
+                Chunk(rank, part, None, None, Recompute(layout.recompute), Gathered(layout.gathered))
+                for rank, part in zip(ranks, layers, strict=True)
+            ]
+            self._bytes[of] = bytes_of_chunks(self._config(key), layout.tp, chunks, self._walked.setdefault(key, {}))
+        return self._bytes[of]
+
+    def _cut(self, layout: Candidate) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        """Return the rank and the layers of each chunk."""
+        ranks = _ranks_of(layout)
+        assert ranks is not None, "a file's schedule has no lists here"
+        base = self.question.base
+        return ranks, layer_ranges(base.model, base.train.seq_len, ranks, Recompute(layout.recompute))
+
+    def _play(self, layout: Candidate, ranks: Sequence[int], layers: Sequence[tuple[int, int]]) -> Played:
+        """Return when the actions of the layout's lists run, without gathers but those that nothing can hide."""
+        key = layout.tp, layout.micro_batch_size, layout.recompute, layout.gathered, layout.tp_comm
+        hop, exposed = self._hop_seconds(layout), [0.0] * len(layers)
+        if layout.zero == ZERO_OF_SLICED_WEIGHTS and layout.residency == "use" and layout.schedule in _GATHERS_EACH:
+            # Weights that the action before has freed are gathered between the two.
+            exposed = [self._gather(layout, (last - first) * self.layer_weights / layout.tp) for first, last in layers]
+        of = layout.schedule, layout.pp, layout.chunks_per_rank, layout.num_micro_batches, key, hop, tuple(exposed)
+        if of not in self._played:
+            durations, gaps = [0.0] * (8 * len(layers)), [0.0] * (8 * len(layers))
+            for chunk, part in enumerate(layers):
+                seconds = self._of_chunk(part, key)
+                for kind in KINDS:
+                    for again in (False, True):
+                        durations[place_of(kind, chunk, again=again)] = seconds[kind].total
+                    gaps[place_of(kind, chunk, again=True)] = exposed[chunk]
+            order = order_of(layout.schedule, layout.pp, layout.num_micro_batches, layout.chunks_per_rank)
+            self._played[of] = order.play(durations, gaps, hop)
+        return self._played[of]
+
+    def _of_chunk(self, layers: tuple[int, int], key: Key) -> Mapping[Kind, ActionSeconds]:
+        """Return what the actions of a chunk take for one micro-batch. Chunks in the middle are alike by their size."""
+        first, last = layers
+        is_first, is_last = first == 0, last == self.num_layers
+        of = layers if self.question.base.model.details.windows else (last - first, is_first, is_last)
+        if (of, key) not in self._chunks:
+            chunk = Chunk(0, layers, None, None, Recompute(key[2]), Gathered(key[3]))
+            config, known = self._config(key), self._sums.setdefault(key, {})
+            self._chunks[of, key] = chunk_seconds(
+                config, key[0], self._machine, chunk, is_first=is_first, is_last=is_last, known=known
+            )
+        return self._chunks[of, key]
+
+    def _config(self, key: Key) -> Config:
+        base, (tp, micro_batch_size, recompute, gathered, tp_comm) = self.question.base, key
+        again: dict[str, Any] = {"recompute": recompute, "gathered": gathered, "tp_comm": tp_comm}
+        # No stage of ZeRO: what a run that goes on was started with says nothing of the layouts.
+        parallel = replace(base.parallel, tp=tp, pp=1, dp=1, zero=0, residency="auto", **again)
+        return replace(base, parallel=parallel, train=replace(base.train, micro_batch_size=micro_batch_size))
+
+    def _pipeline(self, layout: Candidate) -> _Pipeline:
+        key = layout.tp, layout.micro_batch_size, layout.recompute, layout.gathered, layout.tp_comm
+        of = layout.schedule, layout.pp, layout.dp, layout.chunks_per_rank, key
+        if of not in self._pipelines:
+            self._pipelines[of] = self._worked_out(layout, key)
+        return self._pipelines[of]
+
+    def _worked_out(self, layout: Candidate, key: Key) -> _Pipeline:
+        ranks = _ranks_of(layout)
+        if ranks is None:
+            # A file's schedule: nothing is known of its order, nor of where its chunks are.
+            computed = layout.num_micro_batches * _forward_and_backward(self._of_chunk((0, self.num_layers), key))
+            return _Pipeline((0.0,), (computed / layout.pp,), (computed / layout.pp,), (0,), 0, 0.0)
+        train = self.question.base.train
+        layers = layer_ranges(self.question.base.model, train.seq_len, ranks, Recompute(layout.recompute))
+        chunks = [self._of_chunk(of, key) for of in layers]
+        is_split = layout.schedule in ("zb-h1", "zbv")
+        hop = self._hop_seconds(layout)
+        # By chunk: what lies between the model's first chunk and it.
+        down, up = [0.0], [0.0]
+        for index, chunk in enumerate(chunks):
+            hops = hop if index + 1 < len(ranks) and ranks[index] != ranks[index + 1] else 0.0
+            down.append(down[-1] + chunk[Kind.F].total + hops)
+            up.append(up[-1] + chunk[Kind.I if is_split else Kind.B].total + hops)
+        number, last_weights = layout.num_micro_batches, chunks[0][Kind.W].total
+        before, busy, last_backward, held = [], [], [], []
+        for rank in range(layout.pp):
+            own = [index for index, holder in enumerate(ranks) if holder == rank]
+            forward = sum(chunks[index][Kind.F].total for index in own)
+            if is_split:
+                inputs, weights = (sum(chunks[index][kind].total for index in own) for kind in (Kind.I, Kind.W))
+                back = max(number * weights, up[own[0]] + last_weights)
+                busy.append(number * (forward + inputs) + back)
+                last = chunks[own[0]][Kind.W].total
+            else:
+                backward = sum(chunks[index][Kind.B].total for index in own)
+                busy.append(number * (forward + backward) + up[own[0]])
+                last = chunks[own[0]][Kind.B].total
+            # Reductions begin while the last backward runs; what comes behind it need not wait for them.
+            after = busy[-1] - number * forward - number * (inputs + weights if is_split else backward)
+            before.append(down[own[0]])
+            last_backward.append(last + after if len(own) == 1 else busy[-1])
+            held.append(sum(layers[index][1] - layers[index][0] for index in own))
+        once = down[-1] + up[-1] + (last_weights if is_split else 0.0)
+        first = layers[0][1] - layers[0][0]
+        return _Pipeline(tuple(before), tuple(busy), tuple(last_backward), tuple(held), first, once)
+
+    def _hop_seconds(self, layout: Candidate) -> float:
+        """Return how long a micro-batch takes from a rank to the next one at least: on one node, or between two."""
+        train, machine, stride = self.question.base.train, self.question.machine, layout.dp * layout.tp
+        elements = layout.micro_batch_size * train.seq_len // layout.tp * self.question.base.model.hidden_size
+        links = (machine.within, machine.between) if machine.fits_a_node(2, stride) else (machine.between,)
+        return min(link.message_seconds(elements * self.narrow) for link in links)
+
+    def _optimizer(self, layout: Candidate) -> float:
+        machine, dtype = self.question.machine, self.question.base.train.dtype
+        updated = int(self.num_weights / (layout.tp * layout.pp * (layout.dp if layout.zero else 1)))
+        copy = self.narrow if self.narrow < self.wide else 0
+        world = layout.tp * layout.pp * layout.dp
+        clip = machine.other_seconds(Work(memory_bytes=updated * self.wide), dtype)
+        clip += 2 * math.ceil(math.log2(world)) * machine.link(world, 1).latency_s
+        update = clip + machine.other_seconds(adamw_work(updated, self.wide, copy), dtype, "adamw")
+        return machine.recorded.get(Kind.STEP, 1.0) * update
+
+    def _stream(self, layout: Candidate) -> float:
+        """Return how long a rank's stream of gathers and reductions is busy at least."""
+        num = self.num_weights / (layout.tp * layout.pp)
+        reduce, gather = self._reduction(layout, num), self._gather(layout, num)
+        if layout.zero == 0:
+            return reduce
+        each = layout.zero >= ZERO_OF_SLICED_GRADIENTS and self.question.base.train.reduction == "fast"
+        gathers = 1
+        if layout.zero == ZERO_OF_SLICED_WEIGHTS and layout.residency == "use" and layout.schedule in _GATHERS_EACH:
+            gathers = 2 * layout.num_micro_batches
+        return reduce * (layout.num_micro_batches if each else 1) + gather * gathers
+
+    def _first_gather(self, layout: Candidate, pipeline: _Pipeline) -> float:
+        """Return how long the first forward waits for its weights."""
+        num_weights = pipeline.first_layers * self.layer_weights / layout.tp
+        return self._gather(layout, num_weights) if layout.zero else 0.0
+
+    def _last_reductions(self, layout: Candidate, num_layers: int) -> float:
+        return self._reduction(layout, num_layers * self.layer_weights / layout.tp)
+
+    def _gather(self, layout: Candidate, num_weights: float) -> float:
+        return self._among_replicas(layout, num_weights * self.narrow)
+
+    def _reduction(self, layout: Candidate, num_weights: float) -> float:
+        return (1 if layout.zero else 2) * self._among_replicas(layout, num_weights * self.wide)
+
+    def _among_replicas(self, layout: Candidate, num_bytes: float) -> float:
+        """Return how long replicas gather bytes at least: those of a stage lie on one node, or on several."""
+        machine = self.question.machine
+        link = machine.link(layout.dp, layout.tp)
+        links = (link, machine.between) if machine.fits_a_node(layout.dp, layout.tp) else (link,)
+        return min(link.gather_seconds(num_bytes, layout.dp) for link in links)
+
+
+# Each forward and each backward of some rank gathers for itself; with postponed weight halves uses may be one.
+_GATHERS_EACH = ("gpipe", "1f1b", "interleaved")
+
+
+def _ranks_of(layout: Candidate) -> tuple[int, ...] | None:
+    """Return the ranks of a schedule's chunks, as its generator places them; None for a file's."""
+    if layout.schedule not in SCHEDULES:
+        return None
+    return vee(layout.pp) if layout.schedule == "zbv" else looping(layout.pp, layout.chunks_per_rank)
+
+
+def _forward_and_backward(model: Mapping[Kind, ActionSeconds]) -> float:
+    halves = model[Kind.I].total + model[Kind.W].total
+    return model[Kind.F].total + min(model[Kind.B].total, halves)
+
+
+def _fills_all_chunks(layout: Candidate) -> bool:
+    """Return whether a stage holds as many activations as ever while all of its chunks have had a backward."""
+    is_long = layout.num_micro_batches >= 2 * layout.pp and layout.num_micro_batches % layout.pp == 0
+    return layout.chunks_per_rank == 1 or (layout.schedule == "interleaved" and is_long)
+
+
+def _num_live(layout: Candidate) -> float:
+    """Return of how many chunks and micro-batches some stage keeps activations at once, at least."""
+    pp, chunks, number = layout.pp, layout.chunks_per_rank, layout.num_micro_batches
+    match layout.schedule:
+        case "gpipe":
+            return chunks * number
+        case "1f1b" | "zb-h1":
+            return min(pp, number)
+        case "interleaved":
+            if number % pp == 0:
+                return min(chunks * number, pp * (chunks - 1) + 2 * (pp - 1) + 1)
+            # The first group passes all chunks but the last before the first backward arrives.
+            return min(chunks * number, (chunks - 1) * min(pp, number) + 1)
+        case "zbv":
+            return min(2 * pp, 2 * number)
+    return 1

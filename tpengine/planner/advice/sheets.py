@@ -1,0 +1,264 @@
+"""One layout, worked out: its verified plan, the simulated step, parts, memory and share of the peak.
+
+The parts say where the step's time goes, by cause, on the rank that computes longest, and add up to the step. What a
+rank holds is also a sheet of formulas with their numbers put in: `tpengine plan --explain-memory`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from tpengine.config import Config, validate
+from tpengine.layout.flops import step_flops
+from tpengine.layout.state_bytes import num_weights, state_bytes
+from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, layout_of, training_plan
+from tpengine.plan import Kind, Plan, Recompute, Residency, Timeline
+from tpengine.plan.actions import BUCKET, COMPUTE
+from tpengine.planner import StepFigures, simulate
+from tpengine.planner.machine import Machine
+from tpengine.planner.modelled.caches import FORMS
+from tpengine.planner.modelled.costs import action_seconds, model_costs
+from tpengine.planner.modelled.held import BlockBytes
+from tpengine.planner.modelled.memory import RankMemory, memory_of
+from tpengine.planner.modelled.operators import ActionSeconds
+
+_LEGEND = (
+    "letters: T tokens of a micro-batch, t of this rank, D width, H and G query and KV heads of this rank, E head\n"
+    "size, F columns of this rank, e and a bytes of the dtype and of float32 or wider"
+)
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A configuration's step as it would run on a machine.
+
+    Attributes:
+        config: validated.
+        machine: its rates.
+        layout, plan, timeline: who holds what, the verified plan, and its simulation.
+    """
+
+    config: Config
+    machine: Machine
+    layout: Layout
+    plan: Plan
+    timeline: Timeline
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        machine: Machine,
+        builds: Callable[[Config, Layout], Plan] = training_plan,
+        balanced_for: int = 0,
+    ) -> Sheet:
+        """Build and simulate the plan that a run of this configuration executes.
+
+        Args:
+            config: with tp, pp and dp.
+            machine: its rates.
+            builds: what builds the plan, by default verified.
+            balanced_for: as layout_of.
+
+        Raises:
+            ValueError: the configuration is not legal; the rule, the values and the nearest choice.
+        """
+        parallel = config.parallel
+        config = validate(config, (parallel.tp or 1) * (parallel.pp or 1) * (parallel.dp or 1))
+        residency = None if config.parallel.residency == "auto" else Residency(config.parallel.residency)
+        layout = layout_of(config, residency, balanced_for, machine.is_asynchronous)
+        plan = builds(config, layout)
+        return cls(config, machine, layout, plan, simulate(plan, model_costs(config, layout, plan, machine)))
+
+    @cached_property
+    def seconds(self) -> float:
+        """Return the step's length."""
+        return self.timeline.makespan
+
+    @cached_property
+    def peak_bytes(self) -> float:
+        """Return the most that a rank holds."""
+        return max(rank.peak_bytes for rank in self.timeline.ranks)
+
+    @cached_property
+    def parts(self) -> StepParts:
+        """Where the time goes."""
+        return StepParts.of(self.plan, self.timeline, action_seconds(self.config, self.layout, self.plan, self.machine))
+
+    @cached_property
+    def memory(self) -> tuple[RankMemory, ...]:
+        """What each pipeline rank holds, by kind."""
+        return memory_of(self.config, self.layout, self.plan, self.machine)
+
+    def share_of_peak(self, *, causal_half: bool = True, counts_again: bool = False) -> float:
+        """Return model flops (or, with what is computed again, hardware flops) over what the peak allows."""
+        flops = step_flops(self.config, causal_half=causal_half, counts_again=counts_again)
+        num_ranks = self.layout.tp * self.layout.pp * self.layout.dp
+        return flops / self.seconds / (self.machine.peak(self.config.train.dtype) * num_ranks)
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Seconds of a step by cause.
+
+    Attributes:
+        compute: operators of forward and backward.
+        again: operators that backward runs a second time (recomputation).
+        tp: exchanges of tensor-parallel ranks that no operator hides.
+        pp: waiting for a transfer between stages that is under way.
+        dp: waiting for gathers and reductions over replicas.
+        bubble: waiting for other stages that are not that far yet.
+        optimizer: clipping, tied embeddings' sum, the update.
+        host: starting operators, where it takes longer than they do.
+        exact: what exact mode takes longer.
+    """
+
+    compute: float
+    again: float
+    tp: float
+    pp: float
+    dp: float
+    bubble: float
+    optimizer: float
+    host: float
+    exact: float
+
+    @classmethod
+    def of(cls, plan: Plan, timeline: Timeline, seconds: Mapping[tuple[Kind, int], ActionSeconds]) -> StepParts:
+        """Return the parts of a simulated step.
+
+        Args:
+            plan, timeline: the plan and its simulation.
+            seconds: what its compute actions take, by cause; the simulation's costs were their totals.
+        """
+        figures = StepFigures.of(plan, timeline)
+        rank = figures.slowest
+        of_rank, lanes = figures.ranks[rank], timeline.ranks[rank]
+        number = Counter((span.action.kind, span.action.chunk) for span in lanes.compute if span.action.kind in COMPUTE)
+        spent = {
+            name: sum(getattr(seconds[kind, chunk or 0], name) * count for (kind, chunk), count in number.items())
+            for name in ("compute", "again", "exchange", "host", "exact")
+        }
+        # Where the same core moves buckets, the actions that start them take longer (Costs.reduce_share).
+        slowed = sum(span.duration for span in lanes.compute if span.action.kind in COMPUTE) - sum(spent.values())
+        buckets = sum(time for kind, time in of_rank.waited_in.items() if kind in BUCKET)
+        return cls(
+            compute=spent["compute"],
+            again=spent["again"],
+            tp=spent["exchange"],
+            pp=of_rank.exposed - buckets,
+            dp=buckets + slowed,
+            bubble=of_rank.bubble + of_rank.idle,
+            optimizer=sum(span.duration for span in lanes.compute if span.action.kind not in COMPUTE),
+            host=spent["host"],
+            exact=spent["exact"],
+        )
+
+    @property
+    def step(self) -> float:
+        """Return the sum of the parts."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def less(self, other: StepParts) -> dict[str, float]:
+        """Return by how many seconds each part is longer than another step's."""
+        return {field.name: getattr(self, field.name) - getattr(other, field.name) for field in fields(self)}
+
+
+def memory_lines(sheet: Sheet) -> Iterator[str]:
+    """Yield the state of each stage, what a block keeps of a micro-batch, and the peak with its action."""
+    config, layout = sheet.config, sheet.layout
+    narrow, wide = dtype_bytes(config.train.dtype), gradient_bytes(config.train.dtype)
+    shares = [f" / dp {layout.dp}" if layout.zero >= stage else "" for stage in (3, 2, 1)]
+    for rank, memory in enumerate(sheet.memory):
+        numel, state = num_weights(config, layout, rank), state_bytes(config, layout, rank)
+        yield f"rank {rank}: {numel:,} weights"
+        kinds = (("weights", 1, narrow), ("gradients", 1, wide), ("masters", 1, wide), ("moments", 2, wide))
+        for (name, times, item), share in zip(kinds, (*shares, shares[-1]), strict=True):
+            formula = f"{numel:,} x {times} x {item}" if times > 1 else f"{numel:,} x {item}"
+            # Exact mode cuts by blocks of its own, and has gradients in the trees that add them up (exact_sizes.py).
+            if config.train.reduction == "exact" and (layout.zero or name == "gradients"):
+                formula, share = "by blocks, and the trees that add them up", ""
+            if num_bytes := getattr(state, name):
+                yield _line(name, formula + share, num_bytes)
+        if state.padding:
+            yield _line("of these padding", "slices of buckets", state.padding)
+        if memory.prepared:
+            yield _line("for matmuls", f"{FORMS} forms of the large matrices", memory.prepared)
+        for name, num_bytes in (
+            ("gathered weights", memory.gathered),
+            ("not summed yet", memory.unsummed),
+            ("receive slots", memory.slots),
+            ("activations", memory.activations),
+        ):
+            if num_bytes:
+                yield _line(name, "the most at once", num_bytes)
+        held = f"at {memory.compute_action}: what is held then; a kind may peak elsewhere"
+        yield _line("peak", held, memory.peak)
+    yield from _block_lines(sheet)
+
+
+def _block_lines(sheet: Sheet) -> Iterator[str]:
+    config, layout = sheet.config, sheet.layout
+    chunk = sheet.plan.chunks[0]
+    block = BlockBytes.of(config, layout.tp, chunk.gathered)
+    recompute = Recompute(config.parallel.recompute)
+    t, d, e = block.own_tokens, block.hidden, block.item
+    rows = block.gathered // (d * e)
+    yield f"a block keeps of a micro-batch from F to B, with recompute {recompute.value}:"
+    yield _line("its input", f"t D e = {t} x {d} x {e}", block.x)
+    if recompute in (Recompute.NONE, Recompute.ATTENTION):
+        yield _line("sum after attention", f"t D e = {t} x {d} x {e}", block.x)
+        yield _norm_line("second norm", block)
+        yield _line("its gathered rows", f"{_rows(block)} D e = {rows} x {d} x {e}", block.gathered)
+        factor = block.num_gated + 1
+        middle = factor * block.middle * e
+        yield _line("gate, up, product", f"{factor} T F e = {factor} x {block.tokens} x {block.ffn} x {e}", middle)
+        if block.normed_output:
+            yield _line("norm of its output", "its input and statistics", block.normed_output)
+        if masks := block.mlp - block.x - block.norm - block.gathered - middle - block.normed_output:
+            yield _line("masks of dropout", "a byte an element", masks)
+    if recompute is Recompute.NONE:
+        yield _norm_line("first norm", block)
+        yield _line("its gathered rows", f"{_rows(block)} D e = {rows} x {d} x {e}", block.gathered)
+        yield from _attention_lines(block)
+    yield _line("together", "", block.saved(recompute))
+    yield _LEGEND
+
+
+def _attention_lines(block: BlockBytes) -> Iterator[str]:
+    """Yield what attention keeps: queries, keys, values and output; what else there is."""
+    statistics = block.tokens * block.heads * block.wide
+    heads, rest = divmod(block.attended - statistics, block.tokens * block.head_size * block.item)
+    # Torch's attention with dropout is wider.
+    if not rest and (block.is_windowed or not block.drops_attention):
+        copies = (heads - 2 * block.kv_heads) // block.heads
+        sizes = f"{block.tokens} x {heads} x {block.head_size} x {block.item}"
+        yield _line("attention", f"T ({copies} H + 2 G) E e = {sizes}", block.attended - statistics)
+        yield _line("its log-sum-exp", f"T H a = {block.tokens} x {block.heads} x {block.wide}", statistics)
+    else:
+        yield _line("attention", "with dropout, in float32", block.attended)
+    if block.normed_heads:
+        yield _line("norms of heads", "their inputs and statistics", block.normed_heads)
+    if block.normed_output:
+        yield _line("norm of its output", "its input and statistics", block.normed_output)
+    masks = block.attention - block.norm - block.gathered - block.attended - block.normed_heads - block.normed_output
+    if masks:
+        yield _line("mask of dropout", f"t D = {block.own_tokens} x {block.hidden}", masks)
+
+
+def _norm_line(name: str, block: BlockBytes) -> str:
+    t, d, a, each = block.own_tokens, block.hidden, block.wide, block.norm_statistics
+    if block.offsets_norms:
+        return _line(name, f"({each} t + D) a = ({each} x {t} + {d}) x {a}", block.norm)
+    return _line(name, f"t {each} a = {t} x {each} x {a}", block.norm)
+
+
+def _rows(block: BlockBytes) -> str:
+    return "T" if block.keeps_gathered else "t"
+
+
+def _line(name: str, formula: str, num_bytes: float) -> str:
+    return f"  {name:<20} {formula:<60} {num_bytes:>20,.0f}"
