@@ -21,7 +21,7 @@ from tpengine.plan import (
     parse_action,
     parse_actions,
 )
-from tpengine.planner.draw import describe, picture
+from tpengine.planner.draw import describe, grid
 
 
 def at(name: str, start: float, end: float) -> Span:
@@ -29,7 +29,7 @@ def at(name: str, start: float, end: float) -> Span:
 
 
 def test_grid_of_1f1b() -> None:
-    assert picture(clock(make_schedule("1f1b", 3, 3).compute)).splitlines() == [
+    assert grid(clock(make_schedule("1f1b", 3, 3).compute)).splitlines() == [
         "rank 0  F0 F1 F2 .  .  .  .  B0--- .  B1--- .  B2---",
         "rank 1  .  F0 F1 .  .  B0--- F2 B1--- .  B2--- .  .",
         "rank 2  .  .  F0 B0--- F1 B1--- F2 B2--- .  .  .  .",
@@ -37,7 +37,7 @@ def test_grid_of_1f1b() -> None:
 
 
 def test_grid_columns_align() -> None:
-    lines = picture(clock(make_schedule("gpipe", 2, 11).compute)).splitlines()
+    lines = grid(clock(make_schedule("gpipe", 2, 11).compute)).splitlines()
     # Labels up to F10, so a column has four characters; rank 1 starts one column later.
     assert lines[0].startswith("rank 0  F0  F1 ") and lines[1].startswith("rank 1  .   F0  F1 ")
     assert lines[0].index("B0-----") == lines[1].index("B0-----") + 2 * 4
@@ -47,27 +47,27 @@ def test_grid_columns_align() -> None:
 def test_grid_names_chunks_where_a_rank_has_several() -> None:
     lists = [parse_actions("0F0 2F0 2B0 0B0"), parse_actions("1F0 3F0 3B0 1B0")]
     # A chunk of two on a rank takes half as long.
-    assert picture(clock(lists), unit=0.5).splitlines()[0] == (
+    assert grid(clock(lists), unit=0.5).splitlines()[0] == (
         "rank 0  0F0 .   2F0 .   .   .   2B0---- .   .   0B0----"
     )
 
 
 def test_grid_rounds_to_the_unit() -> None:
     timeline = clock(make_schedule("gpipe", 1, 2).compute, {(Kind.F, 0): 0.11, (Kind.B, 0): 0.19})
-    assert picture(timeline, unit=0.1) == "rank 0  F0 F1 B0--- B1---"
+    assert grid(timeline, unit=0.1) == "rank 0  F0 F1 B0--- B1---"
     with pytest.raises(ValueError, match="above 0: got unit 0"):
-        picture(timeline, unit=0.0)
+        grid(timeline, unit=0.0)
 
 
 def test_an_action_from_a_half_to_a_half_has_its_columns() -> None:
     # Python's round() takes both 1.5 and 2.5 to 2.
     timeline = Timeline((RankTimeline(compute=(at("0F0", 0.5, 1.5), at("0F1", 1.5, 2.5), at("0B0", 2.5, 4.5))),))
-    assert picture(timeline) == "rank 0  .  F0 F1 B0---"
+    assert grid(timeline) == "rank 0  .  F0 F1 B0---"
 
 
 def test_a_short_action_has_a_column_that_idle_time_makes_up_for() -> None:
     timeline = Timeline((RankTimeline(compute=(at("0F0", 0, 0.1), at("0F1", 0.1, 0.2), at("0B0", 4, 6))),))
-    assert picture(timeline) == "rank 0  F0 F1 .  .  B0---"
+    assert grid(timeline) == "rank 0  F0 F1 .  .  B0---"
 
 
 @given(
@@ -91,7 +91,7 @@ def test_a_grid_has_every_action_in_order_at_its_time(
         rows.append(spans)
     timeline = Timeline(tuple(RankTimeline(compute=tuple(spans)) for spans in rows))
     unit = coarser * min(span.duration for spans in rows for span in spans)
-    lines = picture(timeline, unit).splitlines()
+    lines = grid(timeline, unit).splitlines()
     width = 1 + len(f"F{max(map(len, rows)) - 1}")
     for line, spans in zip(lines, rows, strict=True):
         found = list(re.finditer(r"F([0-9]+)", line))
