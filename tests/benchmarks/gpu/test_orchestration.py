@@ -462,6 +462,7 @@ def test_tests_are_a_case(tmp_path: Path) -> None:
     assert summary["check"] == "failed: 1 of the 1 tests that ran"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_tests_that_see_no_gpu_are_no_success(tmp_path: Path) -> None:
     """Others of the same names run on a CPU, and pass."""
@@ -476,6 +477,7 @@ def test_tests_that_see_no_gpu_are_no_success(tmp_path: Path) -> None:
     assert summary["check"] == "failed: 1 tests see no GPU" and summary["num_passed"] == 1
 
 
+@pytest.mark.slow
 def test_tests_of_a_gpu_are_chosen_by_names_that_only_they_have(tmp_path: Path) -> None:
     """Collected once for all cases: no name that one of them chooses is in another's file."""
     names = [f"tests/{name}" for name in ("fused", "fused_calls", "fused_kinds", "attention", "matmul")]

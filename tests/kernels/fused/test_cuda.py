@@ -51,6 +51,7 @@ def test_outputs_and_gradients(run: Run, device: str, world: int, strategy: str,
     run(device, world, check_cases, strategy, ROOMY, many)
 
 
+@pytest.mark.by_default("cuda-2-fused", "cuda-2-push", "cuda-4-fused")
 @rungs("world, strategy", (2, "fused"), (2, "fused"), (2, "push"), (4, "fused"))
 def test_what_is_larger_than_the_arena_moves_in_pieces(run: Run, device: str, world: int, strategy: str) -> None:
     many = cases((70,), dim=33)

@@ -249,6 +249,7 @@ def check_each_kind(device: str, strategies: Sequence[str], graphs: Sequence[str
             check_replays(device, strategy, *GRAPHS[name])
 
 
+@pytest.mark.by_default("cuda-2-strategies1-graphs1")
 @rungs("world, strategies, graphs", (2, ("fused",), ("all-reduce",)), (2, ("fused", "push"), tuple(GRAPHS)))
 def test_each_kind_replays(run: Run, device: str, world: int, strategies: Sequence[str], graphs: Sequence[str]) -> None:
     """For a GPU that is lent for minutes: processes start once for all that the tests above start them for each."""

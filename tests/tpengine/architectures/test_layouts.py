@@ -86,6 +86,7 @@ def test_sliced_weights_train_as_one_process(ranks: RankPool, architecture: str)
 
 
 # GPT-2 at tp 2, Gemma 3 at pp 2.
+@pytest.mark.by_default("gpt2-layout20-1f1b")
 @pytest.mark.parametrize(("architecture", "layout", "schedule"), cases(lambda i, place: (i, place) in ((4, 0), (5, 2))))
 def test_exact_mode_gives_the_bits_of_one_process(
     ranks: RankPool, architecture: str, layout: tuple[int, int, int], schedule: str

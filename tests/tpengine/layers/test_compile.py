@@ -104,6 +104,7 @@ def test_a_compiled_block_is_the_block(ranks: RankPool, name: str, world: int, a
     ranks.run(check_compiled, world, name, arena_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), [("mlp", 1), pytest.param("block", 2, marks=pytest.mark.slow)])
 def test_a_sink_outside_autograd_still_gets_the_gradients(ranks: RankPool, name: str, world: int) -> None:
     ranks.run(check_sinks_are_kept, world, name)

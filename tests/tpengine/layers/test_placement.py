@@ -247,6 +247,7 @@ def program_of_stages(kv_heads: int) -> None:
     assert apart(pipe.stage, steps_of_one(kv_heads), lambda p: p.detach()) < 1e-9
 
 
+@pytest.mark.by_default("replicas")
 @pytest.mark.parametrize("program", [program_of_replicas, program_of_stages], ids=["replicas", "stages"])
 def test_every_public_layer_trains_as_in_one_process(ranks: RankPool, program: Callable[[int], None]) -> None:
     ranks.run(program, 4, 1)

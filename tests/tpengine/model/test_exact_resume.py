@@ -142,6 +142,7 @@ def put_together(states: Sequence[State]) -> dict[str, Tensor]:
     return whole
 
 
+@pytest.mark.by_default("exact-fast-float32-2")
 @pytest.mark.parametrize(
     ("saving", "going_on", "dtype", "steps"),
     [

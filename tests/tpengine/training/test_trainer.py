@@ -123,6 +123,7 @@ def evaluate_and_sample(config: Config) -> tuple[float, list[int]]:
     return held_out_loss(trainer), sample(trainer, [100, 101], 40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layouts", "num_layers"),
     [(SMALL_LAYOUTS, 2), pytest.param(LARGE_LAYOUTS, 5, marks=pytest.mark.slow)],
@@ -199,6 +200,7 @@ def losses(config: Config, steps: int) -> list[float]:
     return [trainer.train_step(step).loss for step in range(steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tp", "pp"),
     [("bfloat16", 1, 2), *(pytest.param(dtype, 2, 2, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16"))],

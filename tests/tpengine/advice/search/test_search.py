@@ -52,6 +52,7 @@ def simulated(layout: Candidate, question: Question) -> tuple[float, float] | No
     return sheet.seconds, sheet.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "question",
     [

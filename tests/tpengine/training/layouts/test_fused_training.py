@@ -49,6 +49,7 @@ def first_step(config: Config, strategy: str) -> tuple[Numbers, int, str]:
     return {"loss": result.loss, "norm": result.grad_norm}, int(arena.epoch) if arena else 0, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "small"),
     [("fused", True), *(pytest.param(slow, False, marks=pytest.mark.slow) for slow in ("fused", "push"))],

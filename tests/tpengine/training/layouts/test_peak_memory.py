@@ -121,6 +121,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 BY_DEFAULT = {("mistral", "float32"), ("gpt2", "bfloat16"), ("gemma3", "float32")}
 
 
+@pytest.mark.by_default("mistral-float32")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -70,6 +70,7 @@ def train_and_count(config: Config) -> Outcome:
     return outcome
 
 
+@pytest.mark.by_default("3-use-layout103-zbv-True", "2-auto-layout45-interleaved-True")
 @pytest.mark.parametrize(("zero", "residency", "layout", "schedule", "tied"), cases())
 def test_parity_of_every_stage(
     ranks: RankPool,
@@ -123,6 +124,7 @@ def losses_and_text(config: Config) -> tuple[list[float | None], list[int]]:
     return losses, sample(trainer, [10, 20, 30], 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero", "residency"), [pytest.param(1, "auto", marks=pytest.mark.slow), (3, "use")])
 def test_held_out_loss_and_samples(ranks: RankPool, zero: int, residency: str) -> None:
     want, text = ranks.run(losses_and_text, 1, config_of(1, 1, 1, tied=True, kv_heads=2))[0]

@@ -94,6 +94,7 @@ def place_of(record: RankRecord, kind: Kind, member: Action) -> int:
 
 
 # By default one schedule through memory, and one that splits its backward through collectives.
+@pytest.mark.by_default("1f1b-True")
 @pytest.mark.parametrize(
     ("schedule", "has_mailbox"),
     [
@@ -143,6 +144,7 @@ def is_consumed_by(transfer: Action, after: Action, is_last: bool) -> bool:
     return is_last or is_next or (after.kind in (Kind.B, Kind.I) and after.piece == transfer.piece)
 
 
+@pytest.mark.slow
 def test_what_is_gathered_often_is_recorded_as_often(ranks: RankPool) -> None:
     config = config_for("zbv")
     config = replace(config, parallel=replace(config.parallel, zero=3, residency="use"))
@@ -345,6 +347,7 @@ def late(handler: Handler) -> Handler:
     return handle
 
 
+@pytest.mark.slow
 def test_a_rank_says_how_long_it_waited_for_its_tp_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """One rank comes late: the other has waited for as long, and itself it has computed as before."""
     config = config_of(1, 2, 1, tied=False, kv_heads=2)
@@ -417,6 +420,7 @@ def test_a_run_that_stops_early_writes_what_it_has(ranks: RankPool, tmp_path: Pa
     assert (tmp_path / "profile.1.json").read_bytes() == before, "an earlier profile is kept aside"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_is_said_and_ends_nothing(ranks: RankPool, tmp_path: Path) -> None:
     """Standard error gets one line per file; the figures are printed all the same."""
     run_dir = tmp_path / "gone"
@@ -504,6 +508,7 @@ def test_an_interrupted_run_leaves_its_profile(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"trace.json", "timeline.svg"}
 
 
+@pytest.mark.slow
 def test_the_command_predicts_another_schedule(
     ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

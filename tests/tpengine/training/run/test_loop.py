@@ -69,6 +69,7 @@ def test_a_run_ends_with_what_is_next_and_diagnose_has_something_to_say(
     assert not (run_dir / "profile.1.json").exists() and "recorded" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_recording_leaves_the_bits_of_exact_mode(tmp_path: Path) -> None:
     numbers = []
     for given in ("auto", ""):

@@ -108,6 +108,7 @@ def second_part(config: Config, run_dir: str, leaves_out: bool) -> Found:
     return numbers, digests_of(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"), [((1, 1, 1), (1, 1, 2)), pytest.param((2, 1, 1), (1, 2, 1), marks=pytest.mark.slow)]
 )
