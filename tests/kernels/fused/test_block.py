@@ -186,6 +186,7 @@ def test_a_transformer_errs_at_most_twice_as_much_as_on_the_host(rung: Rung, num
     check_a_transformer(rung, num_draws, tied)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", ["interpreter"], indirect=True)
 def test_a_transformer_once(rung: Rung) -> None:
     """Do what the test above does for one draw, with a model whose table is used twice."""

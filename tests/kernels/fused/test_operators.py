@@ -310,6 +310,7 @@ def test_row_parallel_backward_does_what_is_asked_for(ranks: RankPool, arena_byt
             assert all(torch.equal(grads[name], whole[name]) for name in names), names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fused", pytest.param("push", marks=pytest.mark.slow)])
 def test_row_parallel_backward_over_kernels_gathers_alike(interpreters: RankPool, strategy: str) -> None:
     """Whatever a rank asks for, it takes part in the others' exchange by kernels."""

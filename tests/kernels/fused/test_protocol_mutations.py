@@ -464,6 +464,7 @@ def test_programs_may_take_turns_in_any_order(
         assert interpreters.run(noticed_in_turns, world, "", seed, str(tmp_path)) == [""] * world, seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [tuple(IN_TURNS)[:2], pytest.param(tuple(IN_TURNS), marks=pytest.mark.slow)], ids=["two", "all"]
 )

@@ -163,6 +163,7 @@ def check_strides_and_dtypes(device: str) -> None:
     assert torch.equal(dw, embedding_backward_reference(torch.zeros_like(weight), rows, torch.ones_like(want)))
 
 
+@pytest.mark.by_default("host", "gpu")
 @every_rung
 def test_any_strides(rung: Rung) -> None:
     rung(check_strides_and_dtypes)
@@ -183,6 +184,7 @@ def check_shards(device: str) -> None:
     assert torch.equal(torch.cat(gradients), dw)
 
 
+@pytest.mark.by_default("host", "gpu")
 @every_rung
 def test_shards_of_the_vocabulary(rung: Rung) -> None:
     rung(check_shards)

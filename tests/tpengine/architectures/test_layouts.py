@@ -70,6 +70,7 @@ def trained(ranks: RankPool, config: Config) -> list[Outcome]:
 LEAST = {"gpt2": 1e-3}
 
 
+@pytest.mark.by_default("qwen3-layout12-zbv", "gpt2-layout24-zbv", "llama-layout0-1f1b")
 @pytest.mark.parametrize(("architecture", "layout", "schedule"), cases(lambda i, place: i % len(LAYOUTS) == place))
 def test_a_layout_trains_as_one_process(
     ranks: RankPool, architecture: str, layout: tuple[int, int, int], schedule: str

@@ -249,6 +249,7 @@ def run_changes(masters: bool) -> dict[str, list[str]]:
     return wrong
 
 
+@pytest.mark.by_default("True")
 @pytest.mark.parametrize("masters", [False, True])
 def test_what_users_do_between_steps_means_what_it_means_in_torch(ranks: RankPool, masters: bool) -> None:
     for wrong in ranks.run(run_changes, 2, masters):

@@ -72,6 +72,7 @@ def check_shared_biases() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_shared_biases_are_summed_under_the_compiler(ranks: RankPool) -> None:
     ranks.run(check_shared_biases, 2)
 
@@ -125,6 +126,7 @@ def test_a_linear_layer_is_one_graph(kind: type[ColumnParallelLinear | RowParall
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_row_layers_bias_outside_autograd_still_gets_its_gradient() -> None:
     """One rank sums nothing; the gradient is the sink's all the same."""
     sink = BufferSink()

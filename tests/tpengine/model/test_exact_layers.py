@@ -133,6 +133,7 @@ def check_against_torch(num_shards: int) -> None:
             assert_close(f"{name}, {what}", got[what], value)
 
 
+@pytest.mark.by_default("2-4", "4-8")
 @pytest.mark.parametrize("num_shards", [4, 8])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_layers_match_torch(ranks: RankPool, num_ranks: int, num_shards: int) -> None:

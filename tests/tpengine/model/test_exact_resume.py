@@ -79,6 +79,7 @@ BFLOAT16: Changes = {(4, 1, 1): [(1, 2, 2)], (2, 1, 1): [(1, 4, 1)]}
 
 
 # By default one change of every axis, after a step of 2.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "changes", "steps"),
     [

@@ -252,6 +252,7 @@ def test_stages_of_unequal_work(tmp_path: Path) -> None:
     assert "longer than the others, who wait" in found.findings[0].evidence
 
 
+@pytest.mark.slow
 def test_a_stage_with_a_dear_head_is_uneven_and_not_slow(tmp_path: Path) -> None:
     """A head that takes many times what its flops say: nothing but a measurement tells it from a slow rank."""
     config = config_of(2)

@@ -207,6 +207,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.by_default("SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_command_that_is_ended_leaves_no_output(tmp_path: Path, number: signal.Signals) -> None:
     """After SIGKILL a beginning lies there under another name, which the next call does not take for text."""

@@ -69,6 +69,7 @@ def trained(config: Config, evaluates: bool) -> object:
     return numbers, digests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, pytest.param(3, marks=SLOW)])
 def test_evaluating_every_step_leaves_the_bits_of_training(ranks: RankPool, zero: int) -> None:
     """With dropout, whose counters an evaluation must leave alone; ZeRO 3 gathers its weights for it."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from support.programs import run_module
 
 from tpengine.checkpoint.run.resume import checkpoints_of
@@ -25,6 +26,7 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_the_held_out_texts(tmp_path: Path) -> None:
     """What is learned of one text is wrong in the other: while the loss falls, the held-out loss rises.
 

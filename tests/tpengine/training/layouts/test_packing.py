@@ -170,6 +170,7 @@ def prompt_of(config: Config) -> list[int]:
     return read_prompt(Trainer(config, open_corpus(config), torch.device("cpu")), 16)
 
 
+@pytest.mark.slow
 def test_padding_changes_neither_loss_nor_update(ranks: RankPool, tmp_path: Path) -> None:
     """Loss is divided by known targets: padded to three times their length, the same samples train alike everywhere.
 

@@ -70,6 +70,7 @@ def check(found: list[tuple[int, int]]) -> None:
 
 
 # By default what holds most at once and frees most often.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "schedule", "dtype"),
     [

@@ -88,6 +88,7 @@ def test_parity_of_every_stage(
     compare(ranks.run(train_and_count, dp * tp * pp, config), references[tied])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["block", pytest.param("full", marks=pytest.mark.slow)])
 def test_what_backward_computes_again_finds_its_weights(
     ranks: RankPool, references: dict[bool, Outcome], recompute: str

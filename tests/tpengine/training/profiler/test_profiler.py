@@ -160,6 +160,7 @@ def test_what_is_gathered_often_is_recorded_as_often(ranks: RankPool) -> None:
             assert len(record.waited[action]) == number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zbv", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_times_are_ordered_and_waits_lie_in_their_actions(ranks: RankPool, schedule: str) -> None:
     plan, records = records_of(ranks, config_for(schedule))

@@ -154,6 +154,7 @@ def loaded_logits(config: Config, run_dir: str) -> torch.Tensor:
     return logits_of(resumed(config, run_dir, BEFORE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1,), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=str)
 def test_logits_survive_a_change_of_tp(ranks: RankPool, tmp_path: Path, sizes: tuple[int, ...]) -> None:
     """Saved at tp 2 with 2 KV heads, loaded at tp 1 and at tp 4, where each KV head is held twice."""

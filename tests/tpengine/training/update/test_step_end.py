@@ -72,6 +72,7 @@ def overflow(config: Config) -> None:
     assert not any(torch.equal(weight, before[name]) for name, weight in trainer.model.held.items())
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_changes_nothing(interpreters: RankPool) -> None:
     interpreters.run(overflow, 1, small(1))
 
