@@ -196,6 +196,7 @@ def test_gradcheck_of_host_path_and_reference() -> None:
         assert torch.autograd.gradcheck(lambda weight, function=function: function(rows, weight), weight)
 
 
+@pytest.mark.by_default("dtype0-9")
 @pytest.mark.parametrize("tokens", [*(pytest.param(tokens, marks=pytest.mark.slow) for tokens in (0, 1)), 9])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_opcheck(tokens: int, dtype: torch.dtype) -> None:

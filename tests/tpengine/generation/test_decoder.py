@@ -137,6 +137,7 @@ def test_a_token_takes_one_exchange_of_each_half_of_a_block(ranks: RankPool, tmp
     assert ranks.run(exchanges_of_a_token, 2, Options(str(tmp_path), tp=2)) == [2 * num_layers + 2] * 2
 
 
+@pytest.mark.slow
 def test_weights_are_read_from_a_checkpoint_of_another_layout(ranks: RankPool, tmp_path: Path) -> None:
 
     model, run = tmp_path / "model", tmp_path / "run"

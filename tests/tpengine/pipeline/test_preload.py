@@ -101,6 +101,7 @@ def prepared(settings: dict[str, Any]) -> Config:
     return config_of(settings.pop("dp"), settings.pop("tp"), 2, kv_heads=2, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", PREPARED, ids=str)
 def test_nothing_is_launched_for_the_first_time_while_receives_are_posted(
     ranks: RankPool, settings: dict[str, Any]

@@ -107,6 +107,7 @@ def test_the_trace_has_reductions_inside_the_action_that_starts_them(ranks: Rank
         assert all(begin < at < end for _, at in starts)
 
 
+@pytest.mark.slow
 def test_receive_buffers_are_as_many_as_the_plan_needs(ranks: RankPool) -> None:
     config = config_of(1, 1, 4, tied=False, kv_heads=2)
     config = replace(config, train=replace(config.train, num_micro_batches=12))
@@ -236,6 +237,7 @@ def held_out(config: Config) -> float | None:
     return held_out_loss(Trainer(config, open_corpus(config), CPU))
 
 
+@pytest.mark.slow
 def test_held_out_samples_count_once_and_valid_targets_only(ranks: RankPool, tmp_path: Path) -> None:
     """A held-out text of two windows gives the same loss for two samples asked and for two hundred."""
     write_tokens(tmp_path / "tokens", np.arange(1000) % 50, vocab_size=50)

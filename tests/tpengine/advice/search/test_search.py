@@ -253,6 +253,7 @@ def test_answers_to_drawn_questions(numbers: range) -> None:
                 assert (1 - CLOSE) * other.rows[0].sheet.seconds <= found.rows[0].sheet.seconds, (number, what)
 
 
+@pytest.mark.by_default("flops_per_s")
 @pytest.mark.parametrize(
     "better",
     [

@@ -45,6 +45,7 @@ def test_files_json_lines_and_marks(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A text of several windows and lines of JSONL become what the library gives, round trip."""
     directory = saved_tokenizer(tmp_path / "model")

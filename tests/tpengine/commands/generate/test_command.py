@@ -26,6 +26,7 @@ def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, s
     return code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_text_comes_alone_and_ends_where_the_model_ends_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
     return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
+@pytest.mark.by_default("gpt2")
 @pytest.mark.parametrize(
     "architecture", [name if name in LAYOUTS else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 )

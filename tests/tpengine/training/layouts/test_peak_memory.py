@@ -140,6 +140,7 @@ def test_the_peak_is_the_simulators_for_each_architecture(ranks: RankPool, name:
 
 
 # Matrices that are large enough to be copied for a CPU's matmuls: each has two copies, as large as itself.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "reduction"),
     [
