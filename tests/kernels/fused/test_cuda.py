@@ -116,6 +116,7 @@ def check_wrapping_epochs(device: str, strategy: str, many: Sequence[Case]) -> N
     assert int(comm.device_arena.epoch) < -(2**31) + 100, "the epochs wrapped around"
 
 
+@pytest.mark.by_default("cuda-2-push", "cuda-2-fused")
 @rungs("world, strategy", (2, "push"), (2, "fused"), (2, "push"))
 def test_epochs_wrap_around(run: Run, device: str, world: int, strategy: str) -> None:
     run(device, world, check_wrapping_epochs, strategy, cases((7,))[1:4])

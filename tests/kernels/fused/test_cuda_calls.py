@@ -166,6 +166,7 @@ def check_host_goes_on(device: str, strategy: str, many: Sequence[Case]) -> None
         assert all(agreements(tensors, expected(case, comm.rank, comm.size))), case
 
 
+@pytest.mark.by_default("cuda-2-push", "cuda-2-fused")
 @rungs("world, strategy", (2, "push"), (2, "fused"), (2, "push"))
 def test_the_host_goes_on(run: Run, device: str, world: int, strategy: str) -> None:
     many = cases((40,), dim=16, dtype=HALF)

@@ -176,6 +176,7 @@ def check_halves_and_float64() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_halves_and_float64(interpreters: RankPool) -> None:
     interpreters.run(check_halves_and_float64, 3)
 

@@ -171,6 +171,7 @@ def test_compiled_programs_exchange_what_they_say(ranks: RankPool, backend: str)
     assert of_ranks == [(eager, eager)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "broken"),
     [

@@ -123,6 +123,7 @@ def check_order(device: str) -> None:
         assert torch.equal(buffer[row], sum_in_documented_order(rows, dy, row)), row
 
 
+@pytest.mark.by_default("gpu")
 @pytest.mark.parametrize("rung", ["interpreter", "gpu"], indirect=True)
 def test_kernels_add_in_the_documented_order(rung: Rung) -> None:
     rung(check_order)

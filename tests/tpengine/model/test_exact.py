@@ -263,6 +263,7 @@ def test_exact_training_trains(ranks: RankPool, one_process: OneProcess) -> None
             assert value != start.digests[key] or key[2] == "gradient", f"{key} is what it was before training"
 
 
+@pytest.mark.slow
 def test_fast_layouts_differ_in_bits(ranks: RankPool, one_process: OneProcess) -> None:
     """Else equal bits would say nothing: this model's last bits depend on the order of sums."""
     layouts = [(1, 1, 1), (2, 1, 1), (1, 2, 1)]

@@ -239,6 +239,7 @@ def check_bfloat16_error() -> None:
             assert error <= 2 * torchs_error, f"{name}, {what}: error {error}, torch's {torchs_error}"
 
 
+@pytest.mark.by_default("1")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_error_in_bfloat16_is_at_most_twice_torchs(ranks: RankPool, num_ranks: int) -> None:
     ranks.run(check_bfloat16_error, num_ranks)

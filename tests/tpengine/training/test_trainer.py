@@ -266,6 +266,7 @@ def test_a_loss_that_is_not_a_number_is_reported_as_that_on_every_stage(ranks: R
         assert results == [("nan", "nan", True)] * 2
 
 
+@pytest.mark.by_default("fast")
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
 def test_masters_begin_with_what_the_weights_are_roundings_of(ranks: RankPool, reduction: str) -> None:
     """In bfloat16 a weight keeps 8 bits of its initial value; its master has them all."""

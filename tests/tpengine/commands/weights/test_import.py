@@ -189,6 +189,7 @@ def test_drawn_weights_do_not_hide_an_import(tmp_path: Path) -> None:
     assert done.returncode == 2 and "a resumed run must keep model." in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_is_imported_with_its_wider_weights(ranks: RankPool, tmp_path: Path) -> None:
     saved("qwen3", tmp_path / "theirs")
     (tmp_path / "first").mkdir()

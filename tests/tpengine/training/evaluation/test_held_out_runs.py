@@ -56,6 +56,7 @@ def test_the_best_checkpoint_is_the_held_out_texts(tmp_path: Path) -> None:
     assert "a resumed run must keep the held-out text (v): " in line and "--phases" in line
 
 
+@pytest.mark.slow
 def test_training_is_that_of_a_run_without_a_held_out_text(tmp_path: Path) -> None:
     """All of the text is trained on, in the same order, to the same bits; the other text moves none."""
     write_tokens(tmp_path / "t", np.arange(4000) % 50, 64)

@@ -93,6 +93,7 @@ def test_parity_of_every_memory_choice(
     compare(ranks.run(train_counted, dp * tp * pp, config), references[True])
 
 
+@pytest.mark.slow
 def test_four_chunks_a_rank(ranks: RankPool, references: dict[bool, Outcome]) -> None:
     config = config_of(1, 1, 2, tied=True, kv_heads=1, schedule="interleaved", chunks_per_rank=4, num_layers=8)
     compare(ranks.run(train_counted, 2, config), references[True])

@@ -112,6 +112,7 @@ def one_micro_batch(config: Config) -> Outcome:
     return train_and_count(config)
 
 
+@pytest.mark.slow
 def test_one_micro_batch(ranks: RankPool) -> None:
     reference = ranks.run(train, 1, config_of(1, 1, 1, tied=False, kv_heads=2, num_micro_batches=2))[0]
     config = config_of(2, 1, 2, tied=False, kv_heads=2, num_micro_batches=2, zero=3, residency="step")

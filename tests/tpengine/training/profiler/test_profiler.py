@@ -307,6 +307,7 @@ def profiled_phases(config: Config, run_dir: str) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "recorded", "num_micro_batches"),
     [("1:4", [2, 3], 8), pytest.param("0:2", [0, 1], 4, marks=pytest.mark.slow)],
@@ -491,6 +492,7 @@ def test_few_steps_are_profiled() -> None:
         validate(replace(config, train=replace(config.train, profile_steps="3:500")), 1)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_its_profile(tmp_path: Path) -> None:
     running = Running(
         *("tpengine.train", "--model.hidden-size", "32", "--model.ffn-size", "48"),

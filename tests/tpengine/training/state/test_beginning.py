@@ -163,6 +163,7 @@ def losses_and_weights(config: Config) -> tuple[list[float], list[Pieces]]:
 TOLERANCE = {"float64": 1e-8, "float32": 1e-3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "dtype", "steps"),
     [

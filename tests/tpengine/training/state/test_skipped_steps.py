@@ -333,6 +333,7 @@ def attempt(run_dir: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> 
     return 0
 
 
+@pytest.mark.slow
 def test_every_restart_gets_further(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
