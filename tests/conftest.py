@@ -134,8 +134,35 @@ def _place(item: pytest.Item) -> int:
     return next((i for i, name in enumerate(DEAREST) if item.nodeid.startswith(name)), len(DEAREST))
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("by_default")
+    if marker is not None and _member(item) not in marker.args:
+        item.add_marker(pytest.mark.slow)
+
+
+def _check_defaults(items: list[pytest.Item]) -> None:
+    """Refuse what runs by default and is no member: a grid whose names change would be slow as a whole."""
+    asked: dict[str, set[str]] = {}
+    for item in items:
+        marker = item.get_closest_marker("by_default")
+        if marker is not None:
+            name = item.nodeid.partition("[")[0]
+            asked.setdefault(name, set(marker.args)).discard(_member(item))
+    unknown = [f"{name}[{member}]" for name, members in asked.items() for member in sorted(members)]
+    if unknown:
+        raise pytest.UsageError(f"by_default must name members of its test: got {', '.join(unknown)}")
+
+
+def _member(item: pytest.Item) -> str:
+    """What stands between the brackets of a parametrized test's name."""
+    return item.name.partition("[")[2].removesuffix("]")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    if not any("::" in argument for argument in config.args):
+        _check_defaults(items)
+    yield  # -m and -k choose
     items.sort(key=_place)
     if config.option.slice is not None:
         items[:], others = config.option.slice.cut(items)

@@ -72,6 +72,7 @@ print(*failed)
 """
 
 
+@pytest.mark.slow
 def test_imports_with_torch_blocked(tmp_path: Path) -> None:
     # What one has compiled the others read.
     environ = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}

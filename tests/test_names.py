@@ -28,10 +28,12 @@ def prose_of(name: str) -> str:
     return "\n".join([*docstrings, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
 
 
+# How a tracked file may be named: rooms may be left out from the left.
+NAMES = {parts[i:] for parts in (PurePath(tracked).parts for tracked in TRACKED) for i in range(len(parts))}
+
+
 def is_there(path: str) -> bool:
-    """Whether a tracked file ends in this path: rooms may be left out from the left."""
-    parts = PurePath(path).parts
-    return any(PurePath(tracked).parts[-len(parts) :] == parts for tracked in TRACKED)
+    return PurePath(path).parts in NAMES
 
 
 @pytest.mark.parametrize("room", ["benchmarks", "kernels", "tests", "tpengine", "README.md"])

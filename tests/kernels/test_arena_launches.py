@@ -61,6 +61,7 @@ def both_ways(name: str) -> list[tuple[list[Any], list[Any]]]:
 
 
 # By default what has descriptors, and is one kernel to compile.
+@pytest.mark.slow
 @needs_still_gpu
 @pytest.mark.parametrize(
     ("name", "num_launches"),

@@ -211,6 +211,7 @@ def run_the_command(launcher: str, *arguments: str) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
+@pytest.mark.by_default("spilling-gfx942")
 @pytest.mark.parametrize(
     ("launcher", "target", "message"),
     [

@@ -88,6 +88,7 @@ def test_opcheck(ranks: RankPool, world: int, grad: bool) -> None:
 
 
 # By default one operator: the test above has all, on the host's arena.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grad", "some"),
     [
@@ -138,6 +139,7 @@ def test_fake_tensors_on_uneven_shards(ranks: RankPool, world: int) -> None:
     ranks.run(check_fake_shapes, world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_fake_tensors_where_kernels_exchange(interpreters: RankPool, world: int) -> None:
     pytest.importorskip("triton")

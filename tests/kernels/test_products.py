@@ -70,6 +70,7 @@ def faults_of_operator(op: str) -> tuple[int, list[str]]:
 
 
 # By default the two that multiply most differently.
+@pytest.mark.by_default("matmul")
 @pytest.mark.parametrize(
     "op", [op if op in ("attention", "matmul") else pytest.param(op, marks=pytest.mark.slow) for op in OPERATORS]
 )

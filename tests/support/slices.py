@@ -29,7 +29,7 @@ class Slice(NamedTuple):
         if number == "auto" and count.isdecimal() and int(count):
             return cls(commit_number() % int(count), int(count))
         if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-            raise pytest.UsageError(f"--slice must be k/N with k from 1 to N: got {text}: use auto/10")
+            raise pytest.UsageError(f"--slice must be k/N with k from 1 to N: got {text}: use auto/30")
         return cls(int(number) - 1, int(count))
 
     def holds(self, name: str) -> bool:

@@ -178,6 +178,7 @@ def test_a_terminal_is_told_what_it_cannot_show(
     assert [line.split()[0] for line in lines[1:]] == ["makespan", "bubble", "peak"]
 
 
+@pytest.mark.by_default("1000")
 @pytest.mark.parametrize("micro_batches", ["2", "1000"])
 def test_a_reader_that_leaves_is_no_mistake(micro_batches: str, tmp_path: Path) -> None:
     """Whether what is printed fits in a buffer, which is flushed at the end, or not."""
@@ -192,6 +193,7 @@ def test_a_reader_that_leaves_is_no_mistake(micro_batches: str, tmp_path: Path) 
     assert (tmp_path / "plan.txt").read_text().startswith("plan")
 
 
+@pytest.mark.by_default("--help")
 @pytest.mark.parametrize("command", ["--help", "schedule --help", pytest.param("train --help", marks=pytest.mark.slow)])
 def test_a_reader_of_help_may_leave(command: str) -> None:
     reads, writes = os.pipe()

@@ -287,6 +287,7 @@ def exits(tree: ast.Module) -> Iterator[str]:
             yield ast.unparse(node)
 
 
+@pytest.mark.slow
 def test_nobody_else_writes_past_the_streams() -> None:
     found = {
         (path.relative_to(ROOT).as_posix(), name)

@@ -56,6 +56,7 @@ def records(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.by_default("2-sizes1")
 @pytest.mark.parametrize(
     ("num_ranks", "sizes"), [(1, (1, 1, 1)), (2, (2, 1, 1)), pytest.param(4, (2, 2, 1), marks=pytest.mark.slow)]
 )
@@ -94,6 +95,7 @@ def test_a_run_says_its_plan_and_leaves_its_files(tmp_path: Path, num_ranks: int
     assert resolved.device == "cpu" and resolved.train.steps == 4
 
 
+@pytest.mark.slow
 def test_a_saved_configuration_repeats_the_run_in_another_layout(tmp_path: Path) -> None:
     first = alone(*SMALL, "--train.dtype", "float64", "--run-dir", "one", cwd=tmp_path)
     layout = "--parallel.tp", "1", "--parallel.pp", "2"
@@ -103,6 +105,7 @@ def test_a_saved_configuration_repeats_the_run_in_another_layout(tmp_path: Path)
         assert abs(a["loss"] - b["loss"]) <= 1e-9 * a["loss"]
 
 
+@pytest.mark.slow
 def test_a_schedule_file_stays_with_the_run(tmp_path: Path) -> None:
     """The run can be repeated and continued when the file is gone, also in another directory."""
     mine = tmp_path / "mine.txt"
@@ -120,6 +123,7 @@ def test_a_schedule_file_stays_with_the_run(tmp_path: Path) -> None:
     assert len(records(tmp_path / "moved")) == 5
 
 
+@pytest.mark.slow
 def test_an_earlier_run_in_the_same_directory_is_kept(tmp_path: Path) -> None:
     for _ in range(2):
         done = alone(*SMALL, "--train.checkpoint-every", "0", "--run-dir", ".", cwd=tmp_path)
@@ -155,6 +159,7 @@ def test_a_run_with_checkpoints_is_continued_or_left_alone(tmp_path: Path) -> No
     assert len(records(tmp_path / "out")) == 5
 
 
+@pytest.mark.slow
 def test_metrics_of_a_run_that_cannot_be_continued_are_kept(tmp_path: Path) -> None:
     """--resume without any checkpoint starts at step 1."""
     assert alone(*SMALL, "--train.checkpoint-every", "0", "--run-dir", "out", cwd=tmp_path).returncode == 0
@@ -187,6 +192,7 @@ def test_a_directory_belongs_to_one_run_at_a_time(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_nobody_reading_the_output_ends_no_run(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -209,6 +215,7 @@ def test_the_default_run_directory_is_dated(tmp_path: Path) -> None:
     assert len(records(run_dir)) == 1
 
 
+@pytest.mark.slow
 def test_other_tokens_than_bytes(tmp_path: Path) -> None:
     write_tokens(tmp_path / "tokens.bin", np.arange(20000) % 997, vocab_size=1000)
     data = "--data.path", "tokens.bin", "--model.vocab-size", "1001", "--data.ignore-token", "5"
@@ -293,6 +300,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, arguments: 
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_what_only_training_finds_is_one_line_too(tmp_path: Path) -> None:
     write_tokens(tmp_path / "sevens", np.full(90000, 7), vocab_size=8)
     ends = run_ranks(2, "tpengine.train", *SMALL, "--data.path", "sevens", "--data.ignore-token", "7", cwd=tmp_path)
@@ -315,6 +323,7 @@ def test_the_default_run_of_four_ranks_learns(tmp_path: Path) -> None:
     assert held_out < 1.9
 
 
+@pytest.mark.slow
 def test_under_torchrun_only_rank_0_speaks(tmp_path: Path) -> None:
     done = by_torchrun(2, *SMALL, "--model.num-heads", "5", cwd=tmp_path)
     assert done.returncode != 0
@@ -393,6 +402,7 @@ def test_help_ends_well(tmp_path: Path) -> None:
         assert flag in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_another_stage_of_zero(tmp_path: Path) -> None:
     """What was decided for one layout is not written down for another."""
     first = *SMALL, "--run-dir", "out", "--parallel.tp", "1", "--parallel.dp", "2", "--train.checkpoint-every", "2"

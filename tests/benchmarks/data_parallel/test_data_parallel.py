@@ -36,6 +36,7 @@ def wrongs(names: tuple[str, ...]) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

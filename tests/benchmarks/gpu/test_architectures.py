@@ -48,6 +48,7 @@ def test_cuda_logits_are_those_of_transformers(tmp_path: Path, name: str, seq: i
     check(tmp_path / "rows.jsonl", name, seq, batch=2)
 
 
+@pytest.mark.by_default("gemma3")
 @pytest.mark.parametrize(
     "name", [name if name in ("gpt2", "gemma3") else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 )

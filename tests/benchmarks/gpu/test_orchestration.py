@@ -201,6 +201,7 @@ def test_mistakes_are_one_line(
     assert said.startswith("benchmarks: error: ") and message in said and said.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     """Started as a user does, on a machine without tyro."""
     code = "import sys; sys.modules['tyro'] = None; from benchmarks.run import main; sys.exit(main(sys.argv[1:]))"
@@ -448,6 +449,7 @@ def test_gaps_are_told_by_their_sides() -> None:
     assert gaps(spans) == [Gap("a", "b", 3, 2), Gap("b", "c", 3, 1), Gap("b", "a", 1, 1)]
 
 
+@pytest.mark.slow
 def test_tests_are_a_case(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
         "import pytest\n@pytest.mark.parametrize('rung', ['cpu', 'gpu'])\n"
@@ -462,6 +464,7 @@ def test_tests_are_a_case(tmp_path: Path) -> None:
     assert summary["check"] == "failed: 1 of the 1 tests that ran"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_tests_that_see_no_gpu_are_no_success(tmp_path: Path) -> None:
     """Others of the same names run on a CPU, and pass."""
@@ -476,6 +479,7 @@ def test_tests_that_see_no_gpu_are_no_success(tmp_path: Path) -> None:
     assert summary["check"] == "failed: 1 tests see no GPU" and summary["num_passed"] == 1
 
 
+@pytest.mark.slow
 def test_tests_of_a_gpu_are_chosen_by_names_that_only_they_have(tmp_path: Path) -> None:
     """Collected once for all cases: no name that one of them chooses is in another's file."""
     names = [f"tests/{name}" for name in ("fused", "fused_calls", "fused_kinds", "attention", "matmul")]

@@ -140,6 +140,7 @@ def test_a_compiled_rival_is_right_at_each_shape_in_turn() -> None:
         assert measured.start(COMPILED, "backward") is None and measured.seconds(COMPILED) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny_models")
 def test_a_run_prints_stores_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")

@@ -56,6 +56,7 @@ def test_a_wrong_result_is_noticed() -> None:
             overlap.check_variants(good | {bar: lambda: wrong})
 
 
+@pytest.mark.by_default("exchange --ranks 3 --activations 12288 --buckets 4000 --rounds 2-4")
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("arguments", "cases"),

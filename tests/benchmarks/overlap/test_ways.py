@@ -146,6 +146,7 @@ def check_variants(world: int, tokens: int) -> None:
         check(case, o, interpreted_ways(case, o, arenas), arenas, HostTime())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "tokens"), [(2, 1), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((3, 19), (4, 7)))]
 )

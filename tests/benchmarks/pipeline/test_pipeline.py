@@ -94,6 +94,7 @@ def test_gradients_are_compared_one_by_one() -> None:
     assert "largest element is 0" in gradient_difference(zeros, zeros, 1e-4), "nothing was added up"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 def test_steps_are_predicted_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"

@@ -137,6 +137,7 @@ def test_a_step_counts_while_the_machine_is_as_fast_as_its_file_says() -> None:
     assert "2 of 6 steps count" in said and "0.50 to 1.30, at the median 0.97 times as fast" in said
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_run_and_a_rank_that_fails_loses_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

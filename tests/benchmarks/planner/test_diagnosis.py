@@ -95,6 +95,7 @@ def test_settings_of_a_change(change: str, settings: dict[str, Any]) -> None:
     assert settings_of(change) == settings
 
 
+@pytest.mark.slow
 def test_a_pattern_that_no_case_has_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"diagnose --dir {tmp_path} --cases nothing-like-it".split()) == 2
     heard = capsys.readouterr().err

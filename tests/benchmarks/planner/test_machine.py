@@ -118,6 +118,7 @@ def test_what_runs_on_a_gpu_and_its_host_have_clocks_of_their_own(monkeypatch: p
     assert happened == ["wait", "look", "call", "look", "wait"]
 
 
+@pytest.mark.slow
 def test_every_kernel_that_a_gpu_would_time_runs(interpreters: RankPool) -> None:
     """Interpreted: attention and AdamW of another dtype are other functions there than on a CPU."""
     assert interpreters.run(rates_by_kernels, 1) == [True]

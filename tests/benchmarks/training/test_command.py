@@ -51,6 +51,7 @@ def tp2() -> dict[str, Entry]:
     return {"tpengine": Entry("tpengine", config), "torch": Entry("torch", config)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_ranks")
 def test_tp2_agrees_and_is_compared_and_a_broken_weight_is_not(tp2: dict[str, Entry]) -> None:
     """One start of the processes for both: they are what takes long."""

@@ -47,6 +47,7 @@ def loaded(name: str, directory: str, tp: int, pp: int) -> tuple[str, str, int, 
     return found, falsely, num_elements, member._threads
 
 
+@pytest.mark.by_default("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_contestants_hold_what_the_files_say(ranks: RankPool, tmp_path: Path, dtype: torch.dtype) -> None:
     num_bytes = write_model(tmp_path, SMALL, dtype)

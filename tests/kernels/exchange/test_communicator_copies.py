@@ -112,6 +112,7 @@ def errors_of_children(arena_bytes: int) -> list[str]:
     return messages
 
 
+@pytest.mark.by_default("0")
 @pytest.mark.parametrize("arena_bytes", [0, ROOMY])
 def test_a_forked_child_is_told_not_to_use_it(ranks: RankPool, arena_bytes: int) -> None:
     for messages in ranks.run(errors_of_children, 2, arena_bytes):

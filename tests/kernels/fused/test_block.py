@@ -145,6 +145,9 @@ def check_block(device: str, dtype: torch.dtype, name: str, whole: bool) -> None
 
 
 # By default the engine's, which takes the same operators and its own layers.
+@pytest.mark.by_default(
+    "engine-host-bfloat16-whole", *(f"engine-gpu-{dtype}-whole" for dtype in ("float32", "float16", "bfloat16"))
+)
 @every_grid_of_a_product
 @pytest.mark.parametrize("name", [pytest.param("operators", marks=pytest.mark.slow), "engine"])
 def test_a_block_errs_at_most_twice_as_much_as_hugging_faces(
@@ -183,6 +186,7 @@ def test_a_transformer_errs_at_most_twice_as_much_as_on_the_host(rung: Rung, num
     check_a_transformer(rung, num_draws, tied)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rung", ["interpreter"], indirect=True)
 def test_a_transformer_once(rung: Rung) -> None:
     """Do what the test above does for one draw, with a model whose table is used twice."""

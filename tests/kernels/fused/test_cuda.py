@@ -51,6 +51,7 @@ def test_outputs_and_gradients(run: Run, device: str, world: int, strategy: str,
     run(device, world, check_cases, strategy, ROOMY, many)
 
 
+@pytest.mark.by_default("cuda-2-fused", "cuda-2-push", "cuda-4-fused")
 @rungs("world, strategy", (2, "fused"), (2, "fused"), (2, "push"), (4, "fused"))
 def test_what_is_larger_than_the_arena_moves_in_pieces(run: Run, device: str, world: int, strategy: str) -> None:
     many = cases((70,), dim=33)
@@ -66,6 +67,7 @@ def large_cases(tokens: int, dim: int, width: int) -> list[Case]:
     ]
 
 
+@pytest.mark.by_default("cuda-2-push-sizes2", "cuda-2-fused-sizes1")
 @rungs(
     "world, strategy, sizes", (2, "push", (21, 8, 24)), (2, "fused", (2047, 256, 1024)), (2, "push", (2047, 256, 1024))
 )
@@ -100,6 +102,7 @@ def check_two_groups_at_once(device: str, firsts: Sequence[Case], seconds: Seque
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.by_default("cuda-select1")
 @rungs("select", (slice(3, 4),), (slice(None),))
 def test_two_groups_at_once(run: Run, device: str, select: slice) -> None:
     run(device, 4, check_two_groups_at_once, cases((7,))[select], cases((20,))[::-1][select])
@@ -113,6 +116,7 @@ def check_wrapping_epochs(device: str, strategy: str, many: Sequence[Case]) -> N
     assert int(comm.device_arena.epoch) < -(2**31) + 100, "the epochs wrapped around"
 
 
+@pytest.mark.by_default("cuda-2-push", "cuda-2-fused")
 @rungs("world, strategy", (2, "push"), (2, "fused"), (2, "push"))
 def test_epochs_wrap_around(run: Run, device: str, world: int, strategy: str) -> None:
     run(device, world, check_wrapping_epochs, strategy, cases((7,))[1:4])
@@ -132,6 +136,7 @@ def check_same_generation_again(device: str, strategy: str, num_calls: int) -> N
         assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.by_default("cuda-2-push-6", "cuda-2-fused-6", "cuda-4-fused-6")
 @rungs("world, strategy, num_calls", (2, "push", 2), (2, "fused", 6), (2, "push", 6), (4, "fused", 6))
 def test_a_generation_used_twice_in_a_row(run: Run, device: str, world: int, strategy: str, num_calls: int) -> None:
     run(device, world, check_same_generation_again, strategy, num_calls)
@@ -166,6 +171,7 @@ def bits_of_runs(device: str, strategy: str, num_runs: int) -> list[int]:
     return different
 
 
+@pytest.mark.by_default("cuda-2-push-6", "cuda-2-fused-6", "cuda-4-fused-6")
 @rungs("world, strategy, num_runs", (2, "push", 2), (2, "fused", 6), (2, "push", 6), (4, "fused", 6))
 def test_equal_bits_on_every_run(run: Run, device: str, world: int, strategy: str, num_runs: int) -> None:
     assert run(device, world, bits_of_runs, strategy, num_runs) == [[]] * world

@@ -166,6 +166,7 @@ def check_host_goes_on(device: str, strategy: str, many: Sequence[Case]) -> None
         assert all(agreements(tensors, expected(case, comm.rank, comm.size))), case
 
 
+@pytest.mark.by_default("cuda-2-push", "cuda-2-fused")
 @rungs("world, strategy", (2, "push"), (2, "fused"), (2, "push"))
 def test_the_host_goes_on(run: Run, device: str, world: int, strategy: str) -> None:
     many = cases((40,), dim=16, dtype=HALF)
@@ -249,6 +250,7 @@ def check_each_kind(device: str, strategies: Sequence[str], graphs: Sequence[str
             check_replays(device, strategy, *GRAPHS[name])
 
 
+@pytest.mark.by_default("cuda-2-strategies1-graphs1")
 @rungs("world, strategies, graphs", (2, ("fused",), ("all-reduce",)), (2, ("fused", "push"), tuple(GRAPHS)))
 def test_each_kind_replays(run: Run, device: str, world: int, strategies: Sequence[str], graphs: Sequence[str]) -> None:
     """For a GPU that is lent for minutes: processes start once for all that the tests above start them for each."""

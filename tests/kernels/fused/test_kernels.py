@@ -84,6 +84,7 @@ def check_some_of_matrix(token_counts: tuple[int, int]) -> None:
 
 
 # By default two ranks, of which one holds none of one token.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "token_counts"),
     [pytest.param(*one, marks=() if one[0] == 2 else pytest.mark.slow) for one in WORLDS],
@@ -146,6 +147,7 @@ def check_sizes_of_zero(strategy: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ONE_BY_DEFAULT)
 def test_no_columns_or_nothing_to_sum(interpreters: RankPool, strategy: str) -> None:
     """Every peer is notified of nothing, too, or all wait."""
@@ -174,6 +176,7 @@ def check_halves_and_float64() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_halves_and_float64(interpreters: RankPool) -> None:
     interpreters.run(check_halves_and_float64, 3)
 
@@ -326,6 +329,7 @@ def bits_are_those_of_the_host(mutant: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_another_order_of_the_sum_is_noticed(interpreters: RankPool, count_mutations: CountMutations) -> None:
     """By every rank, wherever in the tree its own tile stands; but 0 + 1 and 1 + 0 are the same, so not all by each."""
     orders = ("in turn", "own last")

@@ -63,6 +63,7 @@ def test_eight_ranks(ranks: RankPool) -> None:
     ranks.run(check_matrix, 8, TINY, (1, 65), 7)
 
 
+@pytest.mark.by_default("arena")
 @pytest.mark.parametrize("arena_bytes", [TINY, 0], ids=["arena", "collectives"])
 def test_dtypes_and_strides(ranks: RankPool, arena_bytes: int) -> None:
     ranks.run(check_dtypes_and_strides, 3, arena_bytes)
@@ -107,6 +108,7 @@ def check_fifty_mixed_calls() -> None:
     assert not any(wrong), "\n".join(filter(None, wrong))
 
 
+@pytest.mark.slow
 def test_fifty_mixed_calls_back_to_back(ranks: RankPool) -> None:
     ranks.run(check_fifty_mixed_calls, 4)
 
@@ -169,6 +171,7 @@ def runs_with_other_bits(num_runs: int) -> list[int]:
     return different
 
 
+@pytest.mark.slow
 def test_equal_bits_on_twenty_runs(ranks: RankPool) -> None:
     assert ranks.run(runs_with_other_bits, 3, 20) == [[], [], []]
 
@@ -310,6 +313,7 @@ def test_row_parallel_backward_does_what_is_asked_for(ranks: RankPool, arena_byt
             assert all(torch.equal(grads[name], whole[name]) for name in names), names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fused", pytest.param("push", marks=pytest.mark.slow)])
 def test_row_parallel_backward_over_kernels_gathers_alike(interpreters: RankPool, strategy: str) -> None:
     """Whatever a rank asks for, it takes part in the others' exchange by kernels."""

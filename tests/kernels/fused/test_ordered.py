@@ -133,6 +133,7 @@ def exchanges_of_a_checkpoint() -> tuple[Exchanges, Exchanges]:
     return eager, exchanges
 
 
+@pytest.mark.slow
 def test_a_checkpointed_region_keeps_what_it_exchanged(ranks: RankPool) -> None:
     of_ranks = ranks.run(exchanges_of_a_checkpoint, 2)
     eager, _ = of_ranks[0]
@@ -170,6 +171,7 @@ def test_compiled_programs_exchange_what_they_say(ranks: RankPool, backend: str)
     assert of_ranks == [(eager, eager)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "broken"),
     [

@@ -307,6 +307,7 @@ def kept_back(wait: Callable[[], None], function: Callable[..., Any]) -> Callabl
     return late
 
 
+@pytest.mark.by_default("calls of one generation do not meet")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in MUTATIONS]
 )
@@ -452,6 +453,7 @@ def test_a_program_that_waited_tells_its_host_of_poison(
     assert not_told == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 23), marks=pytest.mark.slow)], ids=["3", "23"])
 def test_programs_may_take_turns_in_any_order(
@@ -462,6 +464,7 @@ def test_programs_may_take_turns_in_any_order(
         assert interpreters.run(noticed_in_turns, world, "", seed, str(tmp_path)) == [""] * world, seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [tuple(IN_TURNS)[:2], pytest.param(tuple(IN_TURNS), marks=pytest.mark.slow)], ids=["two", "all"]
 )

@@ -192,6 +192,7 @@ def every_kind(target: str) -> set[str]:
 
 
 # Signals do not depend on the dtype of what they stand for: float32 is compiled for one target.
+@pytest.mark.slow
 @each_target(KINDS, *FLOATS)
 def test_signals_are_sound_in_every_kernel(code: Code, target: str, kinds: Sequence[str]) -> None:
     assert every_kind(target) == {*KINDS, *FLOATS}

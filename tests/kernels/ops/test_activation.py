@@ -87,6 +87,7 @@ def check_few(device: str, whole: bool, same_bits: bool) -> None:
             torch.testing.assert_close(got_dy, expected, **tolerance)
 
 
+@pytest.mark.by_default("host", "gpu")
 @every_rung_and_grid
 def test_few_elements(rung: Rung, whole: bool) -> None:
     # torch's own exp and erf differ between vectors and single elements.
@@ -175,6 +176,7 @@ def test_gradcheck_of_host_path_and_reference(kind: str, gated: bool) -> None:
 
 
 # By default all kinds of 5 rows.
+@pytest.mark.by_default("gelu-False-5", "silu-True-5")
 @pytest.mark.parametrize("rows", [*(pytest.param(rows, marks=pytest.mark.slow) for rows in (0, 1)), 5])
 @pytest.mark.parametrize(("kind", "gated"), KIND_AND_GATED)
 def test_opcheck(kind: str, gated: bool, rows: int) -> None:

@@ -245,6 +245,7 @@ def test_what_is_no_block_of_the_matrix_is_refused() -> None:
             dropout(bad, STREAM, first_row)
 
 
+@pytest.mark.slow
 def test_a_cpu_needs_no_triton() -> None:
     program = """
         import sys

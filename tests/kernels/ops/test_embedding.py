@@ -123,6 +123,7 @@ def check_order(device: str) -> None:
         assert torch.equal(buffer[row], sum_in_documented_order(rows, dy, row)), row
 
 
+@pytest.mark.by_default("gpu")
 @pytest.mark.parametrize("rung", ["interpreter", "gpu"], indirect=True)
 def test_kernels_add_in_the_documented_order(rung: Rung) -> None:
     rung(check_order)
@@ -163,6 +164,7 @@ def check_strides_and_dtypes(device: str) -> None:
     assert torch.equal(dw, embedding_backward_reference(torch.zeros_like(weight), rows, torch.ones_like(want)))
 
 
+@pytest.mark.by_default("host", "gpu")
 @every_rung
 def test_any_strides(rung: Rung) -> None:
     rung(check_strides_and_dtypes)
@@ -183,6 +185,7 @@ def check_shards(device: str) -> None:
     assert torch.equal(torch.cat(gradients), dw)
 
 
+@pytest.mark.by_default("host", "gpu")
 @every_rung
 def test_shards_of_the_vocabulary(rung: Rung) -> None:
     rung(check_shards)
@@ -194,6 +197,7 @@ def test_gradcheck_of_host_path_and_reference() -> None:
         assert torch.autograd.gradcheck(lambda weight, function=function: function(rows, weight), weight)
 
 
+@pytest.mark.by_default("dtype0-9")
 @pytest.mark.parametrize("tokens", [*(pytest.param(tokens, marks=pytest.mark.slow) for tokens in (0, 1)), 9])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_opcheck(tokens: int, dtype: torch.dtype) -> None:

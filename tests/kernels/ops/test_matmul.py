@@ -125,6 +125,7 @@ def check_outputs(device: str) -> None:
     assert not around[:, :2].any() and not around[:, 102:].any()
 
 
+@pytest.mark.by_default("gpu")
 @kernels_only
 def test_given_outputs(rung: Rung) -> None:
     rung(check_outputs)
@@ -149,6 +150,7 @@ def check_configurations(device: str, whole: bool) -> None:
         assert torch.equal(y, gated)
 
 
+@pytest.mark.by_default("gpu")
 @pytest.mark.parametrize(
     ("rung", "whole"),
     [("interpreter", False), pytest.param("interpreter", True, marks=pytest.mark.slow), ("gpu", True)],
@@ -479,6 +481,7 @@ def test_operands_come_16_bytes_at_once_where_there_is_no_tma(compilers: RankPoo
     assert "st.global.v4" in ptx and "st.global.b16" not in ptx
 
 
+@pytest.mark.by_default("wanted", "large tiles")
 @pytest.mark.parametrize(
     ("config", "aligned"),
     [

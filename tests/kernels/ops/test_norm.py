@@ -150,6 +150,7 @@ def test_gradcheck_of_host_path_and_reference(dtype: torch.dtype) -> None:
         assert torch.autograd.gradcheck(lambda x, given=given: norm_reference(x, *given), x)
 
 
+@pytest.mark.by_default("5-True-True")
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("rows", [pytest.param(0, marks=pytest.mark.slow), 5])
@@ -227,6 +228,7 @@ def check_wide_rows(device: str) -> None:
         torch.testing.assert_close(one.double(), reference, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.by_default("gpu")
 @kernels_only
 def test_rows_of_several_blocks(rung: Rung) -> None:
     rung(check_wide_rows)
@@ -249,6 +251,7 @@ def check_ways_through_rows(device: str) -> None:
         torch.testing.assert_close(others, sums)
 
 
+@pytest.mark.by_default("gpu")
 @kernels_only
 def test_ways_through_rows(rung: Rung) -> None:
     rung(check_ways_through_rows)

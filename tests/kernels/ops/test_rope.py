@@ -257,6 +257,7 @@ def test_float64(rung: Rung) -> None:
     rung(check_float64)
 
 
+@pytest.mark.by_default("5-True-True")
 @pytest.mark.parametrize("with_positions", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("tokens", [pytest.param(0, marks=pytest.mark.slow), 5])

@@ -386,6 +386,7 @@ def run_without_the_last_rank(limit_ns: int) -> tuple[list[int], list[int], list
     return first, area.verdict, area.poison, polls.count
 
 
+@pytest.mark.by_default("3")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_rank_that_never_comes(interpreters: RankPool, world: int) -> None:
     """Rank 0's patience ends, and everybody is told the same; the absent rank when it begins its next call."""

@@ -64,6 +64,7 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.mark.slow
 def test_ranks_are_waited_for_as_long_as_one_works(
     ranks: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

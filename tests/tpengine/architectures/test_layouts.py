@@ -70,6 +70,7 @@ def trained(ranks: RankPool, config: Config) -> list[Outcome]:
 LEAST = {"gpt2": 1e-3}
 
 
+@pytest.mark.by_default("qwen3-layout12-zbv", "gpt2-layout24-zbv", "llama-layout0-1f1b")
 @pytest.mark.parametrize(("architecture", "layout", "schedule"), cases(lambda i, place: i % len(LAYOUTS) == place))
 def test_a_layout_trains_as_one_process(
     ranks: RankPool, architecture: str, layout: tuple[int, int, int], schedule: str
@@ -86,6 +87,7 @@ def test_sliced_weights_train_as_one_process(ranks: RankPool, architecture: str)
 
 
 # GPT-2 at tp 2, Gemma 3 at pp 2.
+@pytest.mark.by_default("gpt2-layout20-1f1b")
 @pytest.mark.parametrize(("architecture", "layout", "schedule"), cases(lambda i, place: (i, place) in ((4, 0), (5, 2))))
 def test_exact_mode_gives_the_bits_of_one_process(
     ranks: RankPool, architecture: str, layout: tuple[int, int, int], schedule: str

@@ -91,6 +91,7 @@ def run_every_class(arena_bytes: int) -> dict[str, list[str]]:
     return wrong
 
 
+@pytest.mark.by_default("2-10000")
 @pytest.mark.parametrize(("num_ranks", "arena_bytes"), [(3, 0), (2, 10_000)])
 def test_every_class_of_torch_gives_its_own_bits(ranks: RankPool, num_ranks: int, arena_bytes: int) -> None:
     for wrong in ranks.run(run_every_class, num_ranks, arena_bytes):
@@ -248,6 +249,7 @@ def run_changes(masters: bool) -> dict[str, list[str]]:
     return wrong
 
 
+@pytest.mark.by_default("True")
 @pytest.mark.parametrize("masters", [False, True])
 def test_what_users_do_between_steps_means_what_it_means_in_torch(ranks: RankPool, masters: bool) -> None:
     for wrong in ranks.run(run_changes, 2, masters):

@@ -98,6 +98,7 @@ def test_any_module_trains_as_with_whole_state(ranks: RankPool, num_ranks: int, 
     assert all(equal([weights], [sharded[0]]) for weights in sharded), "replicas differ"
 
 
+@pytest.mark.by_default("train_stage-1f1b", "train_cut-")
 @pytest.mark.parametrize(("program", "how"), [(train_stage, "1f1b"), (train_stage, "interleaved"), (train_cut, "")])
 def test_stages_and_cut_layers_train_as_with_whole_state(ranks: RankPool, program: object, how: str) -> None:
     assert equal(*(ranks.run(program, 4, sharded, how) for sharded in (True, False)))  # type: ignore[arg-type]

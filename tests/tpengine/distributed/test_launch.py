@@ -161,6 +161,7 @@ tpengine.train.main(["--device", "cpu"])
 """
 
 
+@pytest.mark.by_default("given0-PASSIVE")
 @pytest.mark.parametrize(("given", "wanted"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")])
 def test_a_run_says_how_threads_wait_before_torch_starts_them(
     tmp_path: Path, given: dict[str, str], wanted: str

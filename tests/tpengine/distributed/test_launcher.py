@@ -62,6 +62,7 @@ def test_ranks_find_their_places_and_end_with_0(tmp_path: Path) -> None:
     assert sorted(said.splitlines()) == [f"{rank} {rank} 3 3 127.0.0.1" for rank in range(3)]
 
 
+@pytest.mark.by_default("2,2-2-", "waits,1-1-")
 @pytest.mark.parametrize(
     ("how", "code", "line"),
     [

@@ -70,6 +70,7 @@ def test_ranks_keep_their_object_and_answer_by_rank() -> None:
             os.kill(pid, 0)
 
 
+@pytest.mark.slow
 def test_a_rank_has_one_thread_and_the_parent_keeps_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     for name in ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "GOMP_SPINCOUNT"):

@@ -75,6 +75,7 @@ def ends_of(*running: Running) -> list[tuple[int, list[str], str]]:
     return [(end.returncode, end.stderr.splitlines(), end.stdout) for end in finish_all(*running)]
 
 
+@pytest.mark.slow
 def test_srun_needs_no_wrapper(tmp_path: Path) -> None:
     port = free_port()
     tasks = [start(srun(rank, 2, port), "--run-dir", "out", cwd=tmp_path) for rank in range(2)]

@@ -51,6 +51,7 @@ def without_cache(theirs: Any, model: Path, prompts: list[list[int]], drawing: D
     return [tokens[len(prompt) :] for tokens, prompt in zip(sequences, prompts, strict=True)]
 
 
+@pytest.mark.by_default("llama", "gpt2")
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_greedy_tokens_are_transformers(ranks: RankPool, tmp_path: Path, architecture: str) -> None:
     theirs, options = saved(architecture, tmp_path), Options(str(tmp_path))
@@ -71,6 +72,7 @@ CASES = [
 ]
 
 
+@pytest.mark.by_default("gemma3-prompts0-drawing0-512-1-1", "gpt2-prompts1-drawing1-2-2-2")
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize(("architecture", "prompts", "drawing", "most_rows"), CASES)
 def test_tokens_are_those_without_a_cache_in_any_layout(
@@ -135,6 +137,7 @@ def test_a_token_takes_one_exchange_of_each_half_of_a_block(ranks: RankPool, tmp
     assert ranks.run(exchanges_of_a_token, 2, Options(str(tmp_path), tp=2)) == [2 * num_layers + 2] * 2
 
 
+@pytest.mark.slow
 def test_weights_are_read_from_a_checkpoint_of_another_layout(ranks: RankPool, tmp_path: Path) -> None:
 
     model, run = tmp_path / "model", tmp_path / "run"

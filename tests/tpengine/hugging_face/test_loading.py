@@ -116,6 +116,7 @@ def check_loaded(out: Path, expected: Exported, version: str) -> None:
     assert found["loss"] == pytest.approx(expected.loss, rel=1e-6)
 
 
+@pytest.mark.by_default("gpt2")
 @pytest.mark.parametrize(
     "architecture",
     [name if name in ("qwen3", "gpt2") else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS],
@@ -140,6 +141,7 @@ def test_transformers_4_loads_what_was_trained(
     check_loaded(tmp_path / "logits", expected, OLDEST)
 
 
+@pytest.mark.slow
 def test_a_wrong_directory_is_noticed(ranks: RankPool, tmp_path: Path, count_mutations: CountMutations) -> None:
     """What version 4 or 5 would load if a number, a tensor or the tokenizer were another."""
     expected = exported(ranks, tmp_path, "qwen3")

@@ -217,6 +217,7 @@ def check_over_ranks(name: str) -> None:
     check(name, torch.bfloat16, Communicator(dist.group.WORLD, arena_bytes=1 << 20))
 
 
+@pytest.mark.by_default("gated", "layer norm")
 @pytest.mark.parametrize("name", ["gated", "attention", "shared heads", "layer norm"])
 def test_over_two_ranks(ranks: RankPool, name: str) -> None:
     ranks.run(check_over_ranks, 2, name)

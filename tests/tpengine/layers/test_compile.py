@@ -72,6 +72,7 @@ def check_shared_biases() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_shared_biases_are_summed_under_the_compiler(ranks: RankPool) -> None:
     ranks.run(check_shared_biases, 2)
 
@@ -104,6 +105,7 @@ def test_a_compiled_block_is_the_block(ranks: RankPool, name: str, world: int, a
     ranks.run(check_compiled, world, name, arena_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), [("mlp", 1), pytest.param("block", 2, marks=pytest.mark.slow)])
 def test_a_sink_outside_autograd_still_gets_the_gradients(ranks: RankPool, name: str, world: int) -> None:
     ranks.run(check_sinks_are_kept, world, name)
@@ -124,6 +126,7 @@ def test_a_linear_layer_is_one_graph(kind: type[ColumnParallelLinear | RowParall
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_row_layers_bias_outside_autograd_still_gets_its_gradient() -> None:
     """One rank sums nothing; the gradient is the sink's all the same."""
     sink = BufferSink()

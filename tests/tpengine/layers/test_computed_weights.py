@@ -240,6 +240,7 @@ def check_all(names: tuple[str, ...]) -> None:
     check_wrapped()
 
 
+@pytest.mark.by_default("2")
 @pytest.mark.parametrize("world", [1, 2])
 def test_computed_replaced_and_hooked_weights_train_as_torchs(ranks: RankPool, world: int) -> None:
     ranks.run(check_all, world, tuple(LAYERS))

@@ -120,6 +120,7 @@ def check(seeds: range, arena_bytes: int) -> None:
         turns(seed, exact=seed % 3 == 0, arena_bytes=arena_bytes)
 
 
+@pytest.mark.by_default("2-1048576-seeds1")
 @pytest.mark.parametrize(
     ("world", "arena_bytes", "seeds"),
     [

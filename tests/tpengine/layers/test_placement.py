@@ -196,6 +196,7 @@ def program_of_gradients(kv_heads: int) -> None:
         assert float(clip_grad_norm_(model, 1e9, tp)) == pytest.approx(float(norm), rel=1e-12), what
 
 
+@pytest.mark.by_default("2-1")
 @pytest.mark.parametrize(("tp", "kv_heads"), [(2, 1), (3, 3), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_every_public_layer_has_one_process_gradients_and_norm(ranks: RankPool, tp: int, kv_heads: int) -> None:
     ranks.run(program_of_gradients, tp, kv_heads)
@@ -247,6 +248,7 @@ def program_of_stages(kv_heads: int) -> None:
     assert apart(pipe.stage, steps_of_one(kv_heads), lambda p: p.detach()) < 1e-9
 
 
+@pytest.mark.by_default("replicas")
 @pytest.mark.parametrize("program", [program_of_replicas, program_of_stages], ids=["replicas", "stages"])
 def test_every_public_layer_trains_as_in_one_process(ranks: RankPool, program: Callable[[int], None]) -> None:
     ranks.run(program, 4, 1)

@@ -85,6 +85,7 @@ FLOAT64 = [(2, 1, 2), (1, 2, 2)]
 
 
 # Every axis beside another, in the dtype whose master weights are apart too.
+@pytest.mark.by_default("bfloat16-1-2-2")
 @pytest.mark.parametrize(("dtype", "dp", "tp", "pp"), [("float32", 2, 2, 1), ("bfloat16", 1, 2, 2)])
 def test_a_small_models_layout_gives_the_bits_of_one_process(
     ranks: RankPool, one_process: OneProcess, dtype: DType, dp: int, tp: int, pp: int
@@ -119,6 +120,7 @@ def test_as_many_shards_and_blocks_as_there_can_be(
     assert_same_bits(bits_of(ranks, config), one_process(config))
 
 
+@pytest.mark.by_default("zb-h1")
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
@@ -168,6 +170,7 @@ def train_by_onednn(config: Config) -> Found:
         return train(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dp", "tp", "pp"),
     [
@@ -232,6 +235,7 @@ def train_on_a_host_each(config: Config) -> Found:
         return train_through(config, memory=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp", "tp", "pp"), [(2, 2, 1), pytest.param(1, 4, 1, marks=pytest.mark.slow)])
 def test_how_ranks_communicate_changes_no_bit(
     ranks: RankPool, one_process: OneProcess, dp: int, tp: int, pp: int
@@ -259,6 +263,7 @@ def test_exact_training_trains(ranks: RankPool, one_process: OneProcess) -> None
             assert value != start.digests[key] or key[2] == "gradient", f"{key} is what it was before training"
 
 
+@pytest.mark.slow
 def test_fast_layouts_differ_in_bits(ranks: RankPool, one_process: OneProcess) -> None:
     """Else equal bits would say nothing: this model's last bits depend on the order of sums."""
     layouts = [(1, 1, 1), (2, 1, 1), (1, 2, 1)]
@@ -268,6 +273,7 @@ def test_fast_layouts_differ_in_bits(ranks: RankPool, one_process: OneProcess) -
     assert len({tuple(numbers) for numbers in (*fast, exact)}) == len(layouts) + 1
 
 
+@pytest.mark.slow
 def test_exact_is_close_to_fast(ranks: RankPool) -> None:
     """In float64 only the order of sums differs: 1e-9 of the largest element of each tensor, dropout included."""
     (reference,) = ranks.run(parity.train, 1, exact_config(dtype="float64", reduction="fast", **SMALL))
@@ -302,6 +308,7 @@ def evaluated(config: Config) -> tuple[str, list[int]]:
     return loss.hex(), sample(trainer, prompt, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [(2, 2, 1), pytest.param((1, 2, 2), marks=pytest.mark.slow)])
 def test_held_out_loss_and_sample_are_the_same(ranks: RankPool, layout: tuple[int, int, int]) -> None:
     """3 micro-batches are held out, which 2 replicas cannot share evenly."""

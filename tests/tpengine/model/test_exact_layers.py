@@ -133,6 +133,7 @@ def check_against_torch(num_shards: int) -> None:
             assert_close(f"{name}, {what}", got[what], value)
 
 
+@pytest.mark.by_default("2-4", "4-8")
 @pytest.mark.parametrize("num_shards", [4, 8])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_layers_match_torch(ranks: RankPool, num_ranks: int, num_shards: int) -> None:
@@ -238,6 +239,7 @@ def check_bfloat16_error() -> None:
             assert error <= 2 * torchs_error, f"{name}, {what}: error {error}, torch's {torchs_error}"
 
 
+@pytest.mark.by_default("1")
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_error_in_bfloat16_is_at_most_twice_torchs(ranks: RankPool, num_ranks: int) -> None:
     ranks.run(check_bfloat16_error, num_ranks)

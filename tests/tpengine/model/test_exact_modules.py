@@ -264,6 +264,7 @@ def test_layers_of_one_process_are_pickled() -> None:
     torch.testing.assert_close(outputs(copied), outputs(module), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_under_the_compiler_a_shards_layer_computes_the_same() -> None:
     """The operators that the compiler sees find ranks by name, and would take the shards for them."""
     torch.manual_seed(0)

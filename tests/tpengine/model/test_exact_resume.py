@@ -79,6 +79,7 @@ BFLOAT16: Changes = {(4, 1, 1): [(1, 2, 2)], (2, 1, 1): [(1, 4, 1)]}
 
 
 # By default one change of every axis, after a step of 2.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "changes", "steps"),
     [
@@ -142,6 +143,7 @@ def put_together(states: Sequence[State]) -> dict[str, Tensor]:
     return whole
 
 
+@pytest.mark.by_default("exact-fast-float32-2")
 @pytest.mark.parametrize(
     ("saving", "going_on", "dtype", "steps"),
     [

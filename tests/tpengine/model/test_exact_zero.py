@@ -93,6 +93,7 @@ def small_config(layout: tuple[int, int], zero: int, heads: int, kv_heads: int, 
     return replace(config, parallel=replace(config.parallel, bucket_bytes=bucket_bytes))
 
 
+@pytest.mark.by_default("layout1-3-4-2-1000")
 @pytest.mark.parametrize(
     ("layout", "zero", "heads", "kv_heads", "bucket_bytes"),
     [*DRAWN, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case not in DRAWN)],
@@ -125,6 +126,7 @@ def train_moved(config: Config, asserts: bool) -> Found:
         return train(config)
 
 
+@pytest.mark.slow
 def test_packing_that_moves_what_a_bucket_owns_is_caught(ranks: RankPool) -> None:
     """By the gather that follows, and without that assertion by the bits."""
     config = small_config(*DRAWN[0])
@@ -165,6 +167,7 @@ def saved_and_gone_on(config: Config, run_dir: str) -> tuple[int, Found]:
     return len(trainer.weights), train_steps(resumed(config, run_dir, 1), 1, 2)
 
 
+@pytest.mark.slow
 def test_a_replica_may_own_nothing(ranks: RankPool, tmp_path: Path) -> None:
     """One small layer, fewer blocks than replicas: it is checked, saved and loaded all the same."""
     config = exact_config(8, heads=1, kv_heads=1, layers=1, micro_batches=8, zero=3)

@@ -134,6 +134,7 @@ def program_of_parity(name: str, kv_heads: int) -> None:
         assert apart(gradients_of(model), gradients) <= GRADIENTS
 
 
+@pytest.mark.by_default("qwen3-2-2", "phi3-2-2")
 @pytest.mark.parametrize(
     ("name", "kv_heads", "tp"),
     [

@@ -134,6 +134,7 @@ def test_the_game_can_be_lost() -> None:
     assert num_slots_for(plan) == 3 and not finishes(plan, 1)
 
 
+@pytest.mark.by_default("1f1b", "zb-h1")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "interleaved" else ()) for name in SCHEDULES]
 )

@@ -101,6 +101,7 @@ def prepared(settings: dict[str, Any]) -> Config:
     return config_of(settings.pop("dp"), settings.pop("tp"), 2, kv_heads=2, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", PREPARED, ids=str)
 def test_nothing_is_launched_for_the_first_time_while_receives_are_posted(
     ranks: RankPool, settings: dict[str, Any]
@@ -112,6 +113,7 @@ def test_nothing_is_launched_for_the_first_time_while_receives_are_posted(
         assert num_early > 50
 
 
+@pytest.mark.slow
 def test_without_the_pass_most_kernels_are_launched_late(ranks: RankPool) -> None:
     for late, _ in ranks.run(late_launches, 2, prepared({}), False):
         assert len(late) > 50
@@ -123,6 +125,7 @@ def outcome(config: Config, preloads: bool) -> Outcome:
     return outcome_of(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "exact"),
     [

@@ -101,6 +101,7 @@ def remove_index(checkpoint: Path) -> Path:
     return checkpoint / "index.json"
 
 
+@pytest.mark.by_default("cut_index", "flip_byte")
 @pytest.mark.parametrize("damage", [remove_shard, flip_byte, cut_shard, cut_index, remove_index])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(run_dir: Path, damage: Callable[[Path], Path]) -> None:
     """Said in one line, kept under another name; its step is saved again and the records after it are replaced."""
@@ -128,6 +129,7 @@ def test_a_run_without_a_whole_checkpoint_is_one_line(run_dir: Path) -> None:
     assert contents(run_dir) == before, "a run that was refused has changed its directory"
 
 
+@pytest.mark.by_default("arguments0-must keep model.hidden_size", "arguments4-must keep the text")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

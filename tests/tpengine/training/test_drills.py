@@ -109,6 +109,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.slow
 def test_a_rank_is_killed_and_all_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     """The end is the undisturbed run's, bit by bit; the ranks are started again by hand."""
     arguments = (*SMALL, "--train.steps", "6", "--parallel.pp", "2", "--preset", "tiny", "--resume", "--run-dir")

@@ -25,6 +25,7 @@ def sample_of(output: str) -> str:
     return output.split("sample, continuing ")[1].split("\nsaved in ")[0]
 
 
+@pytest.mark.by_default("llama3")
 @pytest.mark.parametrize("kind", ["llama3", "unigram"])
 def test_a_sample_is_decoded_by_the_tokenizer_of_the_weights(tmp_path: Path, kind: str) -> None:
     """The model has ids that the tokenizer lacks, as padded vocabularies do, and what it says is drawn."""

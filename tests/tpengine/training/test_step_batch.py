@@ -62,6 +62,7 @@ def step_on_another_text(config: Config, rank: int) -> tuple[str, bool]:
     return "no error", True
 
 
+@pytest.mark.by_default("layout1-1-ranks [1] read others than rank 0")
 @pytest.mark.parametrize(
     ("layout", "rank", "named"),
     [
@@ -98,6 +99,7 @@ def step_on_a_bad_text(config: Config, path: str, bad: int) -> tuple[str, bool]:
     return "no error", True
 
 
+@pytest.mark.by_default("short-words0")
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -206,6 +208,7 @@ def counts_of_a_step(config: Config) -> tuple[dict[str, int], dict[str, int], di
 
 
 # Each layout once, in turns of dtypes; the others are slow.
+@pytest.mark.by_default("layout0-float32")
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [

@@ -107,6 +107,7 @@ def test_the_trace_has_reductions_inside_the_action_that_starts_them(ranks: Rank
         assert all(begin < at < end for _, at in starts)
 
 
+@pytest.mark.slow
 def test_receive_buffers_are_as_many_as_the_plan_needs(ranks: RankPool) -> None:
     config = config_of(1, 1, 4, tied=False, kv_heads=2)
     config = replace(config, train=replace(config.train, num_micro_batches=12))
@@ -123,6 +124,7 @@ def evaluate_and_sample(config: Config) -> tuple[float, list[int]]:
     return held_out_loss(trainer), sample(trainer, [100, 101], 40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layouts", "num_layers"),
     [(SMALL_LAYOUTS, 2), pytest.param(LARGE_LAYOUTS, 5, marks=pytest.mark.slow)],
@@ -199,6 +201,7 @@ def losses(config: Config, steps: int) -> list[float]:
     return [trainer.train_step(step).loss for step in range(steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tp", "pp"),
     [("bfloat16", 1, 2), *(pytest.param(dtype, 2, 2, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16"))],
@@ -234,6 +237,7 @@ def held_out(config: Config) -> float | None:
     return held_out_loss(Trainer(config, open_corpus(config), CPU))
 
 
+@pytest.mark.slow
 def test_held_out_samples_count_once_and_valid_targets_only(ranks: RankPool, tmp_path: Path) -> None:
     """A held-out text of two windows gives the same loss for two samples asked and for two hundred."""
     write_tokens(tmp_path / "tokens", np.arange(1000) % 50, vocab_size=50)
@@ -262,6 +266,7 @@ def test_a_loss_that_is_not_a_number_is_reported_as_that_on_every_stage(ranks: R
         assert results == [("nan", "nan", True)] * 2
 
 
+@pytest.mark.by_default("fast")
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
 def test_masters_begin_with_what_the_weights_are_roundings_of(ranks: RankPool, reduction: str) -> None:
     """In bfloat16 a weight keeps 8 bits of its initial value; its master has them all."""

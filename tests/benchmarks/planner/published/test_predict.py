@@ -123,6 +123,7 @@ MANY = [
 ]
 
 
+@pytest.mark.by_default("1", "5", "7")
 @pytest.mark.parametrize("row", MANY, ids=range(len(MANY)))
 def test_many_micro_batches_are_as_the_whole_plan(row: Row) -> None:
     of, machine, num = lowering(row), machine_of(row), Sizes.of(row).num_micro_batches

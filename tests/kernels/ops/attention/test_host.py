@@ -155,6 +155,7 @@ def test_dropout_equation_and_gradients(
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.by_default("dtype1-4")
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropout_rounding_is_no_worse_than_plain_torchs(dtype: torch.dtype, num_kv_heads: int) -> None:

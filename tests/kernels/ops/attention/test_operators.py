@@ -63,6 +63,7 @@ def check_which_are_dropped(device: str, whole: bool) -> None:
             assert torch.equal(dv[..., :n].permute(0, 2, 3, 1) != 0, keep)
 
 
+@pytest.mark.by_default("host", "gpu")
 @every_rung_and_grid
 def test_which_probabilities_are_dropped(rung: Rung, whole: bool) -> None:
     rung(check_which_are_dropped, whole)
@@ -85,6 +86,7 @@ def check_cut_over_heads(device: str, whole: bool) -> None:
             assert torch.equal(whole, torch.cat([part, rest], dim=2))
 
 
+@pytest.mark.by_default("host", "gpu")
 @every_rung_and_grid
 def test_dropout_of_a_cut_over_heads(rung: Rung, whole: bool) -> None:
     rung(check_cut_over_heads, whole)
@@ -113,6 +115,7 @@ def check_strides(device: str, whole: bool) -> None:
         torch.testing.assert_close(got, of_copies, **tolerance)
 
 
+@pytest.mark.by_default("host", "gpu")
 @every_rung_and_grid
 def test_any_strides(rung: Rung, whole: bool) -> None:
     rung(check_strides, whole)
@@ -374,6 +377,7 @@ def check_windows_beyond_all_keys(device: str, whole: bool) -> None:
             assert all(torch.equal(got, first) for got, first in zip(other, outcomes[0], strict=True))
 
 
+@pytest.mark.by_default("host", "gpu")
 @every_rung_and_grid
 def test_windows_beyond_all_keys(rung: Rung, whole: bool) -> None:
     rung(check_windows_beyond_all_keys, whole)

@@ -119,11 +119,13 @@ def check_layouts(device: str) -> None:
         assert torch.equal(token_first, heads_first)
 
 
+@pytest.mark.by_default("host", "gpu")
 @every_rung
 def test_layouts_have_the_same_bits(rung: Rung) -> None:
     rung(check_layouts)
 
 
+@pytest.mark.by_default("split")
 @pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[6]], ids=["rotated", "partial, normed", "split"])
 def test_registration(case: Case) -> None:
     inputs = draw(case, torch.float32, "cpu", 0)

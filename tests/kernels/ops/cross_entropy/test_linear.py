@@ -143,6 +143,7 @@ def check_shards(device: str, dtype: torch.dtype) -> None:
     check_errors("shards", of_shards, of_the_whole, draw)
 
 
+@pytest.mark.by_default("host-float32", "host-float16", "host-bfloat16", "gpu-float32", "gpu-float16", "gpu-bfloat16")
 @every_rung_and_dtype_of_a_product
 def test_shards_are_as_the_whole(rung: Rung, dtype: torch.dtype) -> None:
     rung(check_shards, dtype)

@@ -301,6 +301,7 @@ def test_gradcheck_of_host_path_and_reference() -> None:
     assert torch.autograd.gradcheck(lambda z: cross_entropy_reference(z, labels, **SMOOTHED), logits)
 
 
+@pytest.mark.by_default("5")
 @pytest.mark.parametrize("rows", [0, 5])
 def test_opcheck(rows: int) -> None:
     logits, labels = operands(rows, 7, torch.float32, "cpu", 0, 3.0).values()

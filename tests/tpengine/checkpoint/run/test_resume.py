@@ -325,6 +325,7 @@ def global_batch(config: Config) -> int:
     return config.train.micro_batch_size * config.train.num_micro_batches * (config.parallel.dp or 0)
 
 
+@pytest.mark.by_default("2-preset", "8-file")
 @pytest.mark.parametrize("base", ["preset", "file"])
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_one_command_continues_on_any_number_of_processes(tmp_path: Path, base: str, world: int) -> None:
@@ -371,6 +372,7 @@ def rates(config: Config, steps: range) -> list[float]:
     return [learning_rate(config.optim, step, decay_steps_of(config)) for step in steps]
 
 
+@pytest.mark.by_default("False-alone")
 @pytest.mark.parametrize("base", [[], ["--preset", "tiny"]], ids=["alone", "preset"])
 @pytest.mark.parametrize("is_old", [False, True])
 def test_the_learning_rate_does_not_jump_where_a_run_becomes_longer(

@@ -46,6 +46,7 @@ def test_the_preset_as_it_is_is_certified(capsys: pytest.CaptureFixture[str]) ->
     assert lines[-1] == "certified: identical"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_preset")
 def test_layouts_that_agree_are_certified(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [

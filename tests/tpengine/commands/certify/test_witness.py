@@ -269,6 +269,7 @@ def test_layouts_see_the_same(ranks: RankPool, one_process: Evidence, layout: La
     assert evidence.groups() == one_process.groups()
 
 
+@pytest.mark.slow
 def test_everything_is_seen(one_process: Evidence) -> None:
     """Each micro-batch's outputs and gradients in each shard, each parameter's sums, weights and moments."""
     config = config_in(ONE)

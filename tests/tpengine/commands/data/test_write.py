@@ -45,6 +45,7 @@ def test_files_json_lines_and_marks(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A text of several windows and lines of JSONL become what the library gives, round trip."""
     directory = saved_tokenizer(tmp_path / "model")
@@ -207,6 +208,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.by_default("SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_command_that_is_ended_leaves_no_output(tmp_path: Path, number: signal.Signals) -> None:
     """After SIGKILL a beginning lies there under another name, which the next call does not take for text."""

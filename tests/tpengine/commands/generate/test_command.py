@@ -26,6 +26,7 @@ def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, s
     return code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_text_comes_alone_and_ends_where_the_model_ends_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (code, text) == (2, "") and line.startswith(f"tpengine: error: {said}") and line.count("\n") == 1, line
 
 
+@pytest.mark.slow
 def test_ids_beyond_the_vocabulary_and_models_that_are_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

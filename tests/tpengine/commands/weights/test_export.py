@@ -44,6 +44,7 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
     return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
+@pytest.mark.by_default("gpt2")
 @pytest.mark.parametrize(
     "architecture", [name if name in LAYOUTS else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 )
@@ -60,6 +61,7 @@ def test_what_is_not_trained_comes_back_byte_for_byte(ranks: RankPool, tmp_path:
         assert torch.equal(got[name], tensor), name
 
 
+@pytest.mark.by_default("gpt2")
 @pytest.mark.parametrize(
     "architecture", [name if name in LAYOUTS else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 )

@@ -98,6 +98,7 @@ def state_of_run(config: Config) -> tuple[list[float], dict[str, Tensor]]:
     return [trainer.train_step(step).loss for step in range(3)], before
 
 
+@pytest.mark.by_default("model.path-qwen3")
 @pytest.mark.parametrize(
     ("resumes", "architecture", "dtype", "zero"),
     [
@@ -155,6 +156,7 @@ def metrics(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_program_begins_where_the_import_is(tmp_path: Path) -> None:
     """From its config.toml, or by --resume in a directory that was moved; neither hides nor loses a trained step."""
     saved("qwen3", tmp_path / "theirs")
@@ -187,6 +189,7 @@ def test_drawn_weights_do_not_hide_an_import(tmp_path: Path) -> None:
     assert done.returncode == 2 and "a resumed run must keep model." in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_is_imported_with_its_wider_weights(ranks: RankPool, tmp_path: Path) -> None:
     saved("qwen3", tmp_path / "theirs")
     (tmp_path / "first").mkdir()

@@ -49,6 +49,7 @@ def test_windows_are_the_document(length: int) -> None:
         assert first or window.text[:OVERLAP] == windows[number - 1].text[-OVERLAP:]
 
 
+@pytest.mark.by_default("gpt2", "llama2")
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_those_of_the_whole(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, rng = TextTokenizer(saved_tokenizer(tmp_path, kind)), random.Random(7)

@@ -75,6 +75,7 @@ def single(config: Config) -> Config:
 
 
 # That tensor-parallel layers lay out too is checked below.
+@pytest.mark.by_default("layout0")
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), pytest.param((1, 2, 2), marks=pytest.mark.slow)])
 def test_training_is_the_same(ranks: RankPool, layout: tuple[int, int, int]) -> None:
     config = single(config_of(*layout, tied=False, kv_heads=2))

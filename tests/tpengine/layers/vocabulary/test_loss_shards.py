@@ -43,6 +43,7 @@ def labels(vocab_size: int) -> Tensor:
 
 
 # Whole shards are padding; part of one is; none is.
+@pytest.mark.by_default("100")
 @pytest.mark.parametrize("vocab_size", [60, 100, VOCAB])
 def test_cross_entropy_of_sharded_logits(ranks: RankPool, vocab_size: int) -> None:
     z = (5 * tensor(0, T, VOCAB)).requires_grad_()

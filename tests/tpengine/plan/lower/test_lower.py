@@ -188,6 +188,7 @@ def test_all_ranks_post_in_one_order(name: str, num_chunks: int) -> None:
     assert len(list(TopologicalSorter(after).static_order())) == len(set(after).union(*after.values()))
 
 
+@pytest.mark.by_default("zbv-3", "interleaved-2", "1f1b-6")
 @pytest.mark.parametrize("p", [2, 3, 4, 6])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_early_receives_hide_the_latency_of_links(name: str, p: int) -> None:

@@ -64,6 +64,7 @@ def test_as_many_as_are_live_at_once(build_plan: BuildPlan, name: str, p: int, m
         assert slots.num_backward == most_live(actions, Kind.RECV_B)
 
 
+@pytest.mark.by_default("16-32-4-zbv", *(f"8-20-2-{name}" for name in NAMES))
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 5, 2), (4, 8, 2), (4, 12, 3), (8, 20, 2), (16, 32, 4)])
 def test_early_receives_cost_a_slot_a_chunk(build_plan: BuildPlan, name: str, p: int, m: int, v: int) -> None:

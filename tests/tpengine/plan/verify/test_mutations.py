@@ -148,6 +148,7 @@ def test_every_change_of_a_small_plan(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "zbv" else pytest.mark.slow) for name in NAMES]
 )
@@ -159,6 +160,7 @@ def test_sampled_changes_of_a_larger_plan(build_plan: BuildPlan, name: str, coun
     judge(plan, iter(sampled), f"{name} plans of 4 ranks, sampled", count_mutations)
 
 
+@pytest.mark.by_default("updated")
 @pytest.mark.parametrize("weights", [Weights.SLICED, Weights.UPDATED])
 def test_every_change_of_a_small_plan_of_slices(weights: Weights, count_mutations: CountMutations) -> None:
     plan = sharded("1f1b", 2, 2, Residency.USE, weights)
@@ -166,6 +168,7 @@ def test_every_change_of_a_small_plan_of_slices(weights: Weights, count_mutation
     judge(plan, every, f"1f1b plans of 2 ranks with {weights} weights, every one", count_mutations)
 
 
+@pytest.mark.by_default("step")
 @pytest.mark.parametrize("residency", Residency)
 def test_sampled_changes_of_a_plan_of_slices(residency: Residency, count_mutations: CountMutations) -> None:
     plan = sharded("zbv", 2, 3, residency, num_buckets=2)

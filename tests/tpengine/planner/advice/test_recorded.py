@@ -69,6 +69,7 @@ def test_other_layouts_are_as_much_slower() -> None:
         assert slow.parts.step == pytest.approx(slow.seconds)
 
 
+@pytest.mark.slow
 def test_bounds_stay_below_what_was_recorded() -> None:
     question = Question(config_of(1, 1, 1), slower(CPU, 0.4), 4, 8)
     bounds, seen = Bounds(question), 0

@@ -50,6 +50,7 @@ def simulated(layout: Candidate, question: Question) -> tuple[float, float] | No
     return sheet.seconds, sheet.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "question",
     [
@@ -250,6 +251,7 @@ def test_answers_to_drawn_questions(numbers: range) -> None:
                 assert (1 - CLOSE) * other.rows[0].sheet.seconds <= found.rows[0].sheet.seconds, (number, what)
 
 
+@pytest.mark.by_default("flops_per_s")
 @pytest.mark.parametrize(
     "better",
     [

@@ -57,6 +57,7 @@ def grown(share: float, of: Callable[[float], float]) -> float:
     return high
 
 
+@pytest.mark.by_default("1-2-4-0.2")
 @pytest.mark.parametrize("share", [0.2, pytest.param(0.4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("pp", "dp", "m"), [(2, 1, 16), pytest.param(4, 1, 32, marks=pytest.mark.slow), (1, 2, 4), (2, 2, 16)]
@@ -82,6 +83,7 @@ def test_a_slow_tensor_parallel_rank_is_told_from_those_that_wait_for_it(tmp_pat
     assert found.findings[0].evidence.startswith("rank 2 (tp 2) computes 50 % longer than others of its stage")
 
 
+@pytest.mark.by_default("1-2-0.2", "1-1-0.4")
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (4, 1), (1, 2)])
 def test_a_slow_reader(tmp_path: Path, pp: int, tp: int, share: float) -> None:
@@ -92,6 +94,7 @@ def test_a_slow_reader(tmp_path: Path, pp: int, tp: int, share: float) -> None:
     assert f"rank {(pp - 1) * tp} reads" in found.findings[0].evidence
 
 
+@pytest.mark.by_default("2-1f1b")
 @pytest.mark.parametrize(("pp", "schedule"), [(2, "1f1b"), (4, "1f1b"), (4, "gpipe"), (4, "interleaved")])
 def test_as_many_micro_batches_as_stages(tmp_path: Path, pp: int, schedule: str) -> None:
     """The change is a run's: the truth of the changed run is what the diagnosis says."""
@@ -114,6 +117,7 @@ def check_change(found: Diagnosis, config: Config, truth: Truth, residency: Resi
     assert first.brings == pytest.approx(brought, rel=0.1), (found.lines(), brought)
 
 
+@pytest.mark.by_default("0.4")
 @pytest.mark.parametrize("share", SHARES)
 def test_a_reduction_that_nothing_hides(tmp_path: Path, share: float) -> None:
     """The buckets are as small as they can be: it takes less of a larger batch."""
@@ -246,6 +250,7 @@ def test_stages_of_unequal_work(tmp_path: Path) -> None:
     assert "longer than the others, who wait" in found.findings[0].evidence
 
 
+@pytest.mark.slow
 def test_a_stage_with_a_dear_head_is_uneven_and_not_slow(tmp_path: Path) -> None:
     """A head that takes many times what its flops say: nothing but a measurement tells it from a slow rank."""
     config = config_of(2)
@@ -264,6 +269,7 @@ def test_a_stage_with_a_dear_head_is_uneven_and_not_slow(tmp_path: Path) -> None
         assert 0.5 * healed <= finding.seconds <= 1.1 * healed, (found.lines(), healed)
 
 
+@pytest.mark.by_default("2-1")
 @pytest.mark.parametrize(("pp", "dp"), [(2, 1), (1, 2), (2, 2)])
 def test_a_rank_whose_core_has_other_work_is_not_slow(tmp_path: Path, pp: int, dp: int) -> None:
     """It takes half as long again, and the host says why; what is slow beside it is told apart."""
@@ -287,6 +293,7 @@ def test_a_gpu_that_waits_for_its_host(tmp_path: Path) -> None:
     assert diagnose(write_run(tmp_path / "run", config, Truth(issue=0.6))).fault is Fault.NONE
 
 
+@pytest.mark.by_default("1-2-2-1f1b-1", "2-1-1-1f1b-0", "1-1-1-1f1b-0")
 @pytest.mark.parametrize(
     "config",
     [

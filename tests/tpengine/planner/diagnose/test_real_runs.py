@@ -87,6 +87,7 @@ def test_a_healthy_run_has_no_verdict(ranks: RankPool, tmp_path: Path, case: Cas
     assert found.fault is Verdict.NONE, found.lines()
 
 
+@pytest.mark.slow
 def test_a_slow_reader_in_a_short_run(ranks: RankPool, tmp_path: Path) -> None:
     """By default one real run: what meter, trace and files say comes together. The fault is most of the step.
 

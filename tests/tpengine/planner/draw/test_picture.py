@@ -301,6 +301,7 @@ def test_the_svg_is_self_contained() -> None:
     assert "sans-serif;" in svg and "@import" not in svg and "<image" not in svg
 
 
+@pytest.mark.by_default("zbv")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_rendered_picture_shows_its_kinds(name: str) -> None:
     made = make_schedule(name, 4, 8)

@@ -226,6 +226,7 @@ def by_ranks(layers: tuple[int, int], gathered: Gathered) -> None:
 
 
 # By default the whole model.
+@pytest.mark.by_default("keep-layers0")
 @pytest.mark.parametrize(
     "layers", [CHUNKS[0], *(pytest.param(layers, marks=pytest.mark.slow) for layers in CHUNKS[1:])]
 )

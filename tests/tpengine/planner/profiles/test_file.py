@@ -324,6 +324,7 @@ def mutations(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any,
     return found + [(path, value) for value in WRONG if path]
 
 
+@pytest.mark.slow
 def test_every_damage_to_a_file_is_noticed(tmp_path: Path, count_mutations: CountMutations) -> None:
     whole = example().to_json()
     path = tmp_path / "profile.json"

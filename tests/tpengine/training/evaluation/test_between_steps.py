@@ -36,6 +36,7 @@ def held_out_losses(config: Config, every: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [(1, 1, 2), pytest.param((2, 2, 2), marks=SLOW)], ids=str)
 def test_losses_after_20_steps_are_those_of_one_process(ranks: RankPool, layout: tuple[int, int, int]) -> None:
     config = config_of(*layout, tied=False, kv_heads=2)
@@ -47,6 +48,7 @@ def test_losses_after_20_steps_are_those_of_one_process(ranks: RankPool, layout:
     assert len(want) == 4 and len(set(want)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [(2, 2, 1), pytest.param((2, 2, 2), marks=SLOW)], ids=str)
 def test_exact_losses_have_the_same_bits(ranks: RankPool, layout: tuple[int, int, int]) -> None:
     (want,) = ranks.run(held_out_losses, 1, exact_config(layers=2, steps=3), 1)
@@ -67,6 +69,7 @@ def trained(config: Config, evaluates: bool) -> object:
     return numbers, digests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, pytest.param(3, marks=SLOW)])
 def test_evaluating_every_step_leaves_the_bits_of_training(ranks: RankPool, zero: int) -> None:
     """With dropout, whose counters an evaluation must leave alone; ZeRO 3 gathers its weights for it."""

@@ -99,6 +99,7 @@ def losses_of_rank(configs: list[Config]) -> list[float | None]:
     return [held_out_loss(Trainer(config, open_corpus(config), CPU)) for config in configs]
 
 
+@pytest.mark.by_default("1-1-1", "1-1-2")
 @pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_a_held_out_text_of_its_own_is_what_the_loss_is_of(
     ranks: RankPool, tmp_path: Path, dp: int, tp: int, pp: int
@@ -115,6 +116,7 @@ def test_a_held_out_text_of_its_own_is_what_the_loss_is_of(
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.slow
 def test_the_loss_is_of_as_many_samples_whatever_the_size_of_a_micro_batch(ranks: RankPool, tmp_path: Path) -> None:
     """Seven samples: no size but one divides them, and a replica has some that do not count."""
     write(tmp_path / "t")

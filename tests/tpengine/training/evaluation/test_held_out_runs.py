@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from support.programs import run_module
 
 from tpengine.checkpoint.run.resume import checkpoints_of
@@ -25,6 +26,7 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_the_held_out_texts(tmp_path: Path) -> None:
     """What is learned of one text is wrong in the other: while the loss falls, the held-out loss rises.
 
@@ -54,6 +56,7 @@ def test_the_best_checkpoint_is_the_held_out_texts(tmp_path: Path) -> None:
     assert "a resumed run must keep the held-out text (v): " in line and "--phases" in line
 
 
+@pytest.mark.slow
 def test_training_is_that_of_a_run_without_a_held_out_text(tmp_path: Path) -> None:
     """All of the text is trained on, in the same order, to the same bits; the other text moves none."""
     write_tokens(tmp_path / "t", np.arange(4000) % 50, 64)

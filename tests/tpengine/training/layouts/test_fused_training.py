@@ -49,6 +49,7 @@ def first_step(config: Config, strategy: str) -> tuple[Numbers, int, str]:
     return {"loss": result.loss, "norm": result.grad_norm}, int(arena.epoch) if arena else 0, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "small"),
     [("fused", True), *(pytest.param(slow, False, marks=pytest.mark.slow) for slow in ("fused", "push"))],
@@ -66,6 +67,7 @@ def test_a_step_through_fused_kernels(ranks: RankPool, interpreters: RankPool, s
             assert abs(numbers[name] - want) <= allowed, (name, numbers, host, exact)
 
 
+@pytest.mark.slow
 def test_collectives_where_nothing_is_to_be_fused(interpreters: RankPool) -> None:
     plain = replace(config(2, "float32"), parallel=replace(config(2, "float32").parallel, tp_comm="plain"))
     for _, calls, said in interpreters.run(first_step, 2, plain, "auto"):

@@ -85,6 +85,7 @@ def in_float64(ranks: RankPool) -> dict[int, Tensors]:
     }
 
 
+@pytest.mark.by_default("layout13-2-1f1b-2", "layout29-0-zb-h1-2")
 @pytest.mark.parametrize(("layout", "zero", "schedule", "kv_heads"), CASES)
 def test_packed_gradients_are_at_most_twice_as_wrong(
     ranks: RankPool,

@@ -51,6 +51,7 @@ def held_out(config: Config) -> HeldOutLoss:
 
 
 # Of the two, every one has a stage in the middle or ranks that share a sequence.
+@pytest.mark.by_default("2-1-2")
 @pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 2, 2), (2, 1, 2)])
 def test_a_layout_trains_as_one_process(ranks: RankPool, tmp_path: Path, dp: int, tp: int, pp: int) -> None:
     path = written(tmp_path / "tokens")
@@ -97,6 +98,7 @@ def logits(config: Config, tokens: Tensor, starts: list[int] | None) -> list[Ten
     return found or None
 
 
+@pytest.mark.slow
 def test_exact_mode_has_the_bits_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
     """With a mixture, of which some labels are ignored besides, and the held-out loss of each source.
 
@@ -168,6 +170,7 @@ def prompt_of(config: Config) -> list[int]:
     return read_prompt(Trainer(config, open_corpus(config), torch.device("cpu")), 16)
 
 
+@pytest.mark.slow
 def test_padding_changes_neither_loss_nor_update(ranks: RankPool, tmp_path: Path) -> None:
     """Loss is divided by known targets: padded to three times their length, the same samples train alike everywhere.
 

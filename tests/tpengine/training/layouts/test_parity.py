@@ -51,6 +51,7 @@ COMBINATIONS = [
 SMALL_LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
 
 
+@pytest.mark.by_default("2-1-1-True-2", "1-2-1-True-1", "2-1-2-False-1")
 @pytest.mark.parametrize(("dp", "tp", "pp", "tied", "kv_heads"), COMBINATIONS)
 def test_parity(
     ranks: RankPool,
@@ -86,6 +87,7 @@ def train_on_a_host_each(config: Config) -> Outcome:
         return train_through(config, memory=False)
 
 
+@pytest.mark.by_default("1-1-2")
 @pytest.mark.parametrize(
     ("dp", "tp", "pp"),
     [*SMALL_LAYOUTS, *(pytest.param(*slow, marks=pytest.mark.slow) for slow in ((2, 2, 2), (1, 4, 2)))],
@@ -106,6 +108,7 @@ def test_parity_of_gpipe(ranks: RankPool, references: dict[tuple[bool, int], Out
     compare(outcomes, references[True, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dp", "tp", "pp"),
     [(1, 3, 1), *(pytest.param(*slow, marks=pytest.mark.slow) for slow in ((1, 6, 1), (1, 3, 2), (2, 3, 1)))],

@@ -70,6 +70,7 @@ def check(found: list[tuple[int, int]]) -> None:
 
 
 # By default what holds most at once and frees most often.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "schedule", "dtype"),
     [
@@ -121,6 +122,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 BY_DEFAULT = {("mistral", "float32"), ("gpt2", "bfloat16"), ("gemma3", "float32")}
 
 
+@pytest.mark.by_default("mistral-float32")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -138,6 +140,7 @@ def test_the_peak_is_the_simulators_for_each_architecture(ranks: RankPool, name:
 
 
 # Matrices that are large enough to be copied for a CPU's matmuls: each has two copies, as large as itself.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "reduction"),
     [

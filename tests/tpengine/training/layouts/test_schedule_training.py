@@ -49,6 +49,7 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.by_default("1f1b-1-1-2-True", "zbv-1-1-2-False")
 @pytest.mark.parametrize(("schedule", "dp", "tp", "pp", "tied"), COMBINATIONS)
 def test_parity_of_every_schedule(
     ranks: RankPool, references: dict[bool, Outcome], schedule: str, dp: int, tp: int, pp: int, tied: bool
@@ -57,6 +58,7 @@ def test_parity_of_every_schedule(
     compare(ranks.run(train_counted, dp * tp * pp, config), references[tied])
 
 
+@pytest.mark.by_default("zbv")
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zbv"])
 def test_one_rank_runs_every_schedule(ranks: RankPool, references: dict[bool, Outcome], schedule: str) -> None:
     config = config_of(1, 1, 1, tied=True, kv_heads=1, schedule=schedule, num_layers=8)
@@ -82,6 +84,7 @@ MEMORY_COMBINATIONS = [
 ]
 
 
+@pytest.mark.by_default("gathered again")
 @pytest.mark.parametrize(("schedule", "choice", "dp", "tp", "pp"), MEMORY_COMBINATIONS)
 def test_parity_of_every_memory_choice(
     ranks: RankPool, references: dict[bool, Outcome], schedule: str, choice: str, dp: int, tp: int, pp: int
@@ -90,6 +93,7 @@ def test_parity_of_every_memory_choice(
     compare(ranks.run(train_counted, dp * tp * pp, config), references[True])
 
 
+@pytest.mark.slow
 def test_four_chunks_a_rank(ranks: RankPool, references: dict[bool, Outcome]) -> None:
     config = config_of(1, 1, 2, tied=True, kv_heads=1, schedule="interleaved", chunks_per_rank=4, num_layers=8)
     compare(ranks.run(train_counted, 2, config), references[True])
@@ -113,6 +117,7 @@ def train_and_evaluate(config: Config) -> list[float | None]:
     return [trainer.train_step(0).loss, held_out_loss(trainer), trainer.train_step(1).loss, held_out_loss(trainer)]
 
 
+@pytest.mark.slow
 def test_evaluation_over_chunks_that_lie_unevenly(ranks: RankPool, tmp_path: Path) -> None:
     """One rank receives for every micro-batch long before it can go on with any."""
     path = tmp_path / "uneven.txt"

@@ -50,6 +50,7 @@ def ours(ranks: RankPool) -> Outcome:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.by_default("pp, deferred")
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [

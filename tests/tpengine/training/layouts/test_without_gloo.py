@@ -66,6 +66,7 @@ def calls_of_run(config: Config) -> list[list[Call]]:
     return calls
 
 
+@pytest.mark.by_default("exact sums", "all axes, tied ends, kv replicas", "pp alone, a V of chunks, tied")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_calls_of_all_ranks_fit_together(ranks: RankPool, layout: str) -> None:
     (calls,) = ranks.run(calls_of_run, 1, cheap(LAYOUTS[layout]))

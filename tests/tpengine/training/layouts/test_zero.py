@@ -70,6 +70,7 @@ def train_and_count(config: Config) -> Outcome:
     return outcome
 
 
+@pytest.mark.by_default("3-use-layout103-zbv-True", "2-auto-layout45-interleaved-True")
 @pytest.mark.parametrize(("zero", "residency", "layout", "schedule", "tied"), cases())
 def test_parity_of_every_stage(
     ranks: RankPool,
@@ -87,6 +88,7 @@ def test_parity_of_every_stage(
     compare(ranks.run(train_and_count, dp * tp * pp, config), references[tied])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["block", pytest.param("full", marks=pytest.mark.slow)])
 def test_what_backward_computes_again_finds_its_weights(
     ranks: RankPool, references: dict[bool, Outcome], recompute: str
@@ -110,6 +112,7 @@ def one_micro_batch(config: Config) -> Outcome:
     return train_and_count(config)
 
 
+@pytest.mark.slow
 def test_one_micro_batch(ranks: RankPool) -> None:
     reference = ranks.run(train, 1, config_of(1, 1, 1, tied=False, kv_heads=2, num_micro_batches=2))[0]
     config = config_of(2, 1, 2, tied=False, kv_heads=2, num_micro_batches=2, zero=3, residency="step")
@@ -123,6 +126,7 @@ def losses_and_text(config: Config) -> tuple[list[float | None], list[int]]:
     return losses, sample(trainer, [10, 20, 30], 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero", "residency"), [pytest.param(1, "auto", marks=pytest.mark.slow), (3, "use")])
 def test_held_out_loss_and_samples(ranks: RankPool, zero: int, residency: str) -> None:
     want, text = ranks.run(losses_and_text, 1, config_of(1, 1, 1, tied=True, kv_heads=2))[0]

@@ -134,6 +134,7 @@ def train_broken(config: Any, mutation: str) -> Outcome:
 
 
 # By default two mutations of one layout, with its control.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mutations",
     [

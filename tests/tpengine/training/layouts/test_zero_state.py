@@ -83,6 +83,7 @@ def counted(config: Config) -> tuple[StateBytes, StateBytes, int]:
     return found, expected, largest
 
 
+@pytest.mark.by_default("2-2-bfloat16")
 @pytest.mark.parametrize(
     ("dp", "dtype"),
     [(2, "bfloat16"), *(pytest.param(dp, dtype, marks=pytest.mark.slow) for dp in (4, 8) for dtype in FORMULAS)],
@@ -231,6 +232,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), CHANGES)
 def test_a_run_goes_on_at_another_stage_in_another_layout(
     ranks: RankPool, tmp_path: Path, first: tuple[int, ...], second: tuple[int, ...]

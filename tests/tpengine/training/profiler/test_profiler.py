@@ -94,6 +94,7 @@ def place_of(record: RankRecord, kind: Kind, member: Action) -> int:
 
 
 # By default one schedule through memory, and one that splits its backward through collectives.
+@pytest.mark.by_default("1f1b-True")
 @pytest.mark.parametrize(
     ("schedule", "has_mailbox"),
     [
@@ -143,6 +144,7 @@ def is_consumed_by(transfer: Action, after: Action, is_last: bool) -> bool:
     return is_last or is_next or (after.kind in (Kind.B, Kind.I) and after.piece == transfer.piece)
 
 
+@pytest.mark.slow
 def test_what_is_gathered_often_is_recorded_as_often(ranks: RankPool) -> None:
     config = config_for("zbv")
     config = replace(config, parallel=replace(config.parallel, zero=3, residency="use"))
@@ -158,6 +160,7 @@ def test_what_is_gathered_often_is_recorded_as_often(ranks: RankPool) -> None:
             assert len(record.waited[action]) == number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zbv", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_times_are_ordered_and_waits_lie_in_their_actions(ranks: RankPool, schedule: str) -> None:
     plan, records = records_of(ranks, config_for(schedule))
@@ -304,6 +307,7 @@ def profiled_phases(config: Config, run_dir: str) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "recorded", "num_micro_batches"),
     [("1:4", [2, 3], 8), pytest.param("0:2", [0, 1], 4, marks=pytest.mark.slow)],
@@ -345,6 +349,7 @@ def late(handler: Handler) -> Handler:
     return handle
 
 
+@pytest.mark.slow
 def test_a_rank_says_how_long_it_waited_for_its_tp_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """One rank comes late: the other has waited for as long, and itself it has computed as before."""
     config = config_of(1, 2, 1, tied=False, kv_heads=2)
@@ -417,6 +422,7 @@ def test_a_run_that_stops_early_writes_what_it_has(ranks: RankPool, tmp_path: Pa
     assert (tmp_path / "profile.1.json").read_bytes() == before, "an earlier profile is kept aside"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_written_is_said_and_ends_nothing(ranks: RankPool, tmp_path: Path) -> None:
     """Standard error gets one line per file; the figures are printed all the same."""
     run_dir = tmp_path / "gone"
@@ -486,6 +492,7 @@ def test_few_steps_are_profiled() -> None:
         validate(replace(config, train=replace(config.train, profile_steps="3:500")), 1)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_its_profile(tmp_path: Path) -> None:
     running = Running(
         *("tpengine.train", "--model.hidden-size", "32", "--model.ffn-size", "48"),
@@ -504,6 +511,7 @@ def test_an_interrupted_run_leaves_its_profile(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"trace.json", "timeline.svg"}
 
 
+@pytest.mark.slow
 def test_the_command_predicts_another_schedule(
     ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

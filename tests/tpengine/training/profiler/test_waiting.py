@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.engine.parity import config_of
@@ -22,6 +23,7 @@ def who_waits_for_whom(config: Config) -> dict[str, dict[str, list[int]]]:
     return {str(action): awaited(trainer, action) for action in actions} | {"words": awaited(trainer, "words")}
 
 
+@pytest.mark.slow
 def test_each_action_names_its_peers(ranks: RankPool) -> None:
     """Rank = (pp * dp + dp index) * tp + tp index, so rank 5 is stage 1, replica 0, shard 1 of 2 x 2 x 2."""
     config = config_of(2, 2, 2, tied=True, kv_heads=1)

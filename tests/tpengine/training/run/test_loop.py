@@ -24,6 +24,7 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_phase_whose_first_step_is_left_out_evaluates_on_its_own_text(tmp_path: Path) -> None:
     """Its held-out loss was that of the phase before, and decided which checkpoint is the best."""
     run_dir, phases = tmp_path / "out", tmp_path / "phases.toml"
@@ -69,6 +70,7 @@ def test_a_run_ends_with_what_is_next_and_diagnose_has_something_to_say(
     assert not (run_dir / "profile.1.json").exists() and "recorded" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_recording_leaves_the_bits_of_exact_mode(tmp_path: Path) -> None:
     numbers = []
     for given in ("auto", ""):

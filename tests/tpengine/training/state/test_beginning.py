@@ -37,6 +37,7 @@ def begun_pieces(config: Config) -> Pieces:
     return pieces_of(begun(config))
 
 
+@pytest.mark.by_default("qwen3-layout1-3")
 @pytest.mark.parametrize(
     ("architecture", "layout", "zero"),
     [
@@ -91,6 +92,7 @@ def read_by_rank(config: Config) -> tuple[int, int, Pieces]:
     return num_bytes, held, pieces_of(trainer)
 
 
+@pytest.mark.by_default("llama-layout1-0")
 @pytest.mark.parametrize(("architecture", "layout", "zero"), [("gpt2", (2, 2, 1), 3), ("llama", (1, 2, 2), 0)])
 def test_a_rank_reads_what_it_updates_and_draws_nothing(
     ranks: RankPool, tmp_path: Path, architecture: str, layout: tuple[int, int, int], zero: int
@@ -161,6 +163,7 @@ def losses_and_weights(config: Config) -> tuple[list[float], list[Pieces]]:
 TOLERANCE = {"float64": 1e-8, "float32": 1e-3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "dtype", "steps"),
     [
@@ -196,6 +199,7 @@ def test_it_trains_on_as_transformers_does(
     assert losses == pytest.approx(transformers_losses(theirs, config, compare_weights), rel=TOLERANCE[dtype])
 
 
+@pytest.mark.by_default("float32-bfloat16")
 @pytest.mark.parametrize(("before", "after"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_another_run_is_begun_from(ranks: RankPool, tmp_path: Path, before: str, after: str) -> None:
     """Its newest checkpoint's weights, the wider ones where it has them, in another layout and dtype."""

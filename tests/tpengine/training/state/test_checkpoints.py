@@ -261,6 +261,7 @@ def run_that_cannot_save(config: Config, broken: tuple[int, ...]) -> tuple[str, 
     return "no error", checkpoints_of(config.run_dir).steps()
 
 
+@pytest.mark.by_default("broken0-steps0")
 @pytest.mark.parametrize(("broken", "steps"), [((2,), [2, 5]), ((1, 2), [5]), ((), [4, 5])])
 def test_a_checkpoint_that_cannot_be_written_does_not_stop_training(
     ranks: RankPool, tmp_path: Path, broken: tuple[int, ...], steps: list[int]

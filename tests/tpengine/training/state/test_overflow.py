@@ -150,6 +150,7 @@ def test_a_scale_at_its_floor_ends_the_run_and_names_what_overflows(ranks: RankP
         assert "the gradient of model.layers.1.mlp.down_proj.weight, layer 1, micro-batch 0" in message
 
 
+@pytest.mark.slow
 def test_float16_follows_float32(ranks: RankPool) -> None:
     """Losses to a few units of float16, with and without ranks."""
     config = half(1, 1, 1)

@@ -108,6 +108,7 @@ def second_part(config: Config, run_dir: str, leaves_out: bool) -> Found:
     return numbers, digests_of(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"), [((1, 1, 1), (1, 1, 2)), pytest.param((2, 1, 1), (1, 2, 1), marks=pytest.mark.slow)]
 )
@@ -332,6 +333,7 @@ def attempt(run_dir: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> 
     return 0
 
 
+@pytest.mark.slow
 def test_every_restart_gets_further(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,6 +92,7 @@ def is_identical(one: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> 
     return code == 0 and "every bit" in said
 
 
+@pytest.mark.slow
 def test_a_rollback_has_the_bits_of_a_run_that_was_told_what_to_leave_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,6 +109,7 @@ def drifting(config: Config, run_dir: str, drift: str) -> list[str]:
     return said
 
 
+@pytest.mark.by_default("replica")
 @pytest.mark.parametrize("drift", DRIFTS)
 def test_replicas_that_differ_in_a_bit_are_named_and_not_saved(ranks: RankPool, tmp_path: Path, drift: str) -> None:
     _, (dp, tp, pp), _, tensor = DRIFTS[drift]
@@ -204,6 +205,7 @@ def saving_poison(config: Config, run_dir: str, what: str) -> str:
     return "no error"
 
 
+@pytest.mark.by_default("master")
 @pytest.mark.parametrize("what", ["", "master", "exp_avg", "exp_avg_sq"])
 def test_a_checkpoint_that_is_not_finite_never_gets_its_name(ranks: RankPool, tmp_path: Path, what: str) -> None:
     """Only the second stage has the number that is not finite; what is older stays."""

@@ -87,6 +87,7 @@ CHANGES = {
 SOME_CHANGES = {(2, 1, 1): [(1, 2, 1)], (1, 2, 1): [(1, 1, 2)], (1, 1, 2): [(2, 1, 1)]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tied", "kv_heads", "changes"),
     [
@@ -153,6 +154,7 @@ def loaded_logits(config: Config, run_dir: str) -> torch.Tensor:
     return logits_of(resumed(config, run_dir, BEFORE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1,), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=str)
 def test_logits_survive_a_change_of_tp(ranks: RankPool, tmp_path: Path, sizes: tuple[int, ...]) -> None:
     """Saved at tp 2 with 2 KV heads, loaded at tp 1 and at tp 4, where each KV head is held twice."""
@@ -165,6 +167,7 @@ def test_logits_survive_a_change_of_tp(ranks: RankPool, tmp_path: Path, sizes: t
             assert (got - want).abs().max() <= 1e-9 * want.abs().max(), tp
 
 
+@pytest.mark.by_default("1-2")
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_names_and_shapes_are_hugging_faces_llama(ranks: RankPool, tmp_path: Path, tp: int, pp: int) -> None:
     config = config_for(1, tp, pp, tied=False, kv_heads=2)

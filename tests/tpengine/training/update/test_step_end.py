@@ -37,6 +37,7 @@ def small(dp: int, **parallel: Any) -> Config:
     return replace(config, train=replace(config.train, seq_len=8, micro_batch_size=1))
 
 
+@pytest.mark.by_default("0")
 @pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_kernels_end_a_step_as_torch_does(ranks: RankPool, interpreters: RankPool, zero: int) -> None:
     """Clipped in every step, with weights that do not decay and tied ones, also of slices that ZeRO cuts anywhere."""
@@ -71,6 +72,7 @@ def overflow(config: Config) -> None:
     assert not any(torch.equal(weight, before[name]) for name, weight in trainer.model.held.items())
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_changes_nothing(interpreters: RankPool) -> None:
     interpreters.run(overflow, 1, small(1))
 

@@ -142,6 +142,7 @@ def same_bits_in_turns(seed: int, waits: bool) -> bool:
     return all(map(torch.equal, got, expected))
 
 
+@pytest.mark.slow
 def test_gradients_have_the_same_bits_in_any_order_of_programs(interpreters: RankPool) -> None:
     """And would not have without waiting."""
     assert all(interpreters.run(same_bits_in_turns, 1, seed, True)[0] for seed in range(2))
@@ -172,6 +173,7 @@ def order_of_turns(code: str) -> list[str]:
     return [step for step, before in zip(steps, ["", *steps], strict=False) if step != before]
 
 
+@pytest.mark.by_default("sm_90")
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_turns_keep_their_order_where_loads_are_ahead(compilers: RankPool, target: str) -> None:
     """The compiler moves loads before the turn, and neither the turn nor the adds."""
