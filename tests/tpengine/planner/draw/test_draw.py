@@ -47,9 +47,7 @@ def test_grid_columns_align() -> None:
 def test_grid_names_chunks_where_a_rank_has_several() -> None:
     lists = [parse_actions("0F0 2F0 2B0 0B0"), parse_actions("1F0 3F0 3B0 1B0")]
     # A chunk of two on a rank takes half as long.
-    assert grid(clock(lists), unit=0.5).splitlines()[0] == (
-        "rank 0  0F0 .   2F0 .   .   .   2B0---- .   .   0B0----"
-    )
+    assert grid(clock(lists), unit=0.5).splitlines()[0] == ("rank 0  0F0 .   2F0 .   .   .   2B0---- .   .   0B0----")
 
 
 def test_grid_rounds_to_the_unit() -> None:
