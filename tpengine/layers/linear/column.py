@@ -23,7 +23,8 @@ from torch.nn import Parameter
 from tpkernels.autocast import lowered
 from tpkernels.derivatives import is_recorded, refuse_second_order
 from tpkernels.fused.all_gather_matmul import all_gather_matmul, gather_problem
-from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, scatter_and_gather
+from tpkernels.fused.gather import gather_matmul
+from tpkernels.fused.scatter import matmul_scatter, scatter_and_gather
 from tpkernels.ops.activation import activation_backward
 from tpkernels.ops.matmul.configs import MatmulConfig
 from tpkernels.ops.matmul.swiglu import matmul_gated_forward

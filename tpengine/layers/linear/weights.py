@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from tpkernels.fused.exchange_matmul import DTYPES
+from tpkernels.fused.gather import DTYPES
 from tpkernels.ops.matmul.host import PreparedMatrix
 
 
