@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import json
 import re
 import textwrap
@@ -72,13 +73,48 @@ def test_files_and_functions_that_are_named_exist(path: Path) -> None:
             assert function in names_in(found[0]), f"{name}: {function}"
 
 
-def test_the_two_ways_are_ten_lines_each() -> None:
-    text = (ENGINE / "README.md").read_text()
-    for title in ("The way of a micro-batch", "The way of a gradient"):
-        steps = text.split(f"## {title}\n\n")[1].split("\n\n")[0].splitlines()
-        assert len(steps) == 10
-        for number, step in enumerate(steps, 1):
-            assert re.match(rf"{number}\. .*`[\w/]+\.py: [\w.]+`", step), step
+def steps_of(title: str) -> list[str]:
+    """The numbered steps of a way, each as one line."""
+    text = (ENGINE / "README.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    return [re.sub(r"\n +", " ", step) for step in re.findall(r"^\d+\. .*(?:\n +.*)*", text, re.MULTILINE)]
+
+
+def sources_of(path: Path) -> dict[str, str]:
+    """The source of every function, and of every method as Class.method, without layout."""
+    text, found = path.read_text(), {}
+    for node in ast.parse(text).body:
+        for inner in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(inner, ast.FunctionDef):
+                name = f"{node.name}.{inner.name}" if isinstance(node, ast.ClassDef) else inner.name
+                found[name] = "".join((ast.get_source_segment(text, inner) or "").split())
+    return found
+
+
+def test_the_way_of_a_micro_batch_has_fourteen_hops_and_each_is_in_the_sources() -> None:
+    """A hop leaves a file. Each function of a step calls the next one; the last makes the call that stands there."""
+    steps, files = steps_of("The way of a micro-batch"), set[str]()
+    assert len(steps) - 1 == 14
+    for number, step in enumerate(steps, 1):
+        told = re.match(rf"{number}\. `([\w/]+\.py): ([\w., ]+)`: `([^`]+)`", step)
+        assert told, step
+        file, names, call = told[1], told[2].split(", "), told[3]
+        files.add(file)
+        (path,) = [root / file for root in (ENGINE, KERNELS) if (root / file).exists()]
+        sources = sources_of(path)
+        for name, following in itertools.pairwise(names):
+            # A Function's forward is called by `apply`.
+            called = following.removesuffix(".forward") if following.startswith("_") else following.split(".")[-1]
+            assert called in sources[name], step
+        assert "".join(call.split()) in sources[names[-1]], step
+    # The tokens' file is one more.
+    assert len(files) + 1 == 15
+
+
+def test_the_way_of_a_gradient_is_ten_lines() -> None:
+    steps = steps_of("The way of a gradient")
+    assert len(steps) == 10
+    for number, step in enumerate(steps, 1):
+        assert re.match(rf"{number}\. .*`[\w/]+\.py: [\w.]+`", step), step
 
 
 def test_every_room_and_every_file_is_named() -> None:

@@ -29,7 +29,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.device_arena import CONTROL_BYTES, NUM_GENERATIONS, DeviceArena
-from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter, matmul_then_gather, scatter_and_gather
+from tpkernels.fused.gather import gather_matmul
+from tpkernels.fused.scatter import matmul_scatter, matmul_then_gather, scatter_and_gather
 from tpkernels.launch import INTERPRETED, Target, observed
 from tpkernels.symmetric.cuda_memory import VirtualMemory
 

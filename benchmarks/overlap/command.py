@@ -39,7 +39,8 @@ from rich.table import Table
 from torch import Tensor
 from tpkernels.exchange.arena import exchange_bytes, shard_rows
 from tpkernels.exchange.communicator import Communicator
-from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
+from tpkernels.fused.gather import gather_matmul
+from tpkernels.fused.scatter import matmul_scatter
 from tpkernels.ops.matmul.host import PreparedMatrix, product, rows_are_independent
 from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.device_arena import DeviceArena
-from tpkernels.fused import on_device
 from tpkernels.fused.configs import exchange_config
+from tpkernels.fused.gather import finish_gather, gather_by_kernels, start_gather
 from tpkernels.fused.kernels.gather_kernel import launch_gather_matmul
 from tpkernels.fused.kernels.scatter_kernel import launch_matmul_scatter
+from tpkernels.fused.scatter import scatter_by_kernels
 from tpkernels.fused.strategy import decide
 from tpkernels.launch import cdiv, target_of
 
@@ -191,7 +192,7 @@ class Fused(Way):
             strategy = "push" if self._push else "fused"
             decision = decide(arena, strategy, "gather", shard, tokens, [matrix.shape[1]], matrix.shape[0])
             assert decision is not None, "no collective is asked for"
-            return on_device.gather_matmul(shard, [matrix], [None], arena, tokens, operation, decision, keep=keep)
+            return gather_by_kernels(shard, [matrix], [None], arena, tokens, operation, decision, keep=keep)
 
         results = self.ranks.each(multiply)
         kept = [full for _, full in results if full is not None]
@@ -202,16 +203,16 @@ class Fused(Way):
             left, matrix, arena = lefts[rank], matrices[rank], self._arenas[rank]
             decision = decide(arena, "fused", "scatter", left, len(left), [matrix.shape[1]], matrix.shape[0])
             assert decision is not None, "no collective is asked for"
-            return on_device.matmul_scatter([(left, matrix)], None, None, arena, operation, decision)
+            return scatter_by_kernels([(left, matrix)], None, None, arena, operation, decision)
 
         return self.ranks.each(multiply)
 
     def scatter_and_gather(self, lefts: Each, matrices: Each, rows: Rows, operation: str) -> tuple[list[Tensor], Each]:
         full = self.ranks.each(
-            lambda rank: on_device.start_gather(rows.shards[rank], self._arenas[rank], len(rows.full[rank]), operation)
+            lambda rank: start_gather(rows.shards[rank], self._arenas[rank], len(rows.full[rank]), operation)
         )
         y = self.scatter(lefts, matrices, operation)
-        self.ranks.each(lambda rank: on_device.finish_gather(self._arenas[rank]))
+        self.ranks.each(lambda rank: finish_gather(self._arenas[rank]))
         return y, full
 
 

@@ -2,7 +2,7 @@
 
 differentiable_once     a backward whose gradients have no derivative, for create_graph=True
 refuse_tangents         an operator without a forward-mode derivative, for torch.func.jvp and forward_ad
-applied                 a Function whose forward runs alone where nobody can ask for a derivative
+is_recorded             whether anybody may ask for a derivative at all: where not, a layer leaves its Function out
 """
 
 from __future__ import annotations
@@ -52,30 +52,15 @@ def refuse_second_order(what: str) -> None:
         )
 
 
-class _Unrecorded:
-    """The ctx of a forward that nobody differentiates: it keeps nothing beyond the call."""
+def is_recorded() -> bool:
+    """Return whether somebody may ask for a derivative of what is computed now, or torch.compile traces it.
 
-    def save_for_backward(self, *tensors: Any) -> None:
-        pass
-
-    def mark_dirty(self, *tensors: Any) -> None:
-        pass
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
-
-
-def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return function.apply(*args); where autograd records nothing, its forward alone.
-
-    Forward may use ctx.save_for_backward, ctx.mark_dirty and ctx.set_materialize_grads, and set attributes.
-
-    Cost: `apply` costs the host some 10 us even where nothing is recorded: a tenth of a pass over one token.
+    Where nobody may, as in generation, a layer computes without its Function, whose `apply` costs the host some 10 us
+    even then: a tenth of a pass over one token.
     """
-    is_plain = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-    if is_plain and forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
-        return function.forward(_Unrecorded(), *args)
-    return function.apply(*args)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return True
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def _marked(found: Any) -> Any:

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 import triton
 from tpkernels import launch
-from tpkernels.fused.exchange_matmul import matmul_scatter
+from tpkernels.fused.scatter import matmul_scatter
 from tpkernels.launch import Launches
 
 from benchmarks.harness.still_gpu import still_gpu, why_not_still

@@ -1,6 +1,6 @@
 """Parameters whose memory is a part of flat buffers: where each lies, and whether it still does.
 
-Buffers own the memory of the weights in them (layers/linear/memory.py). A parameter that lies elsewhere would be
+Buffers own the memory of the weights in them (layers/linear/weights.py). A parameter that lies elsewhere would be
 trained by nobody: what is gathered and updated in the buffers would no longer reach the model.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.nn import Parameter
 
-from tpengine.layers.linear.memory import lies_at
+from tpengine.layers.linear.weights import lies_at
 
 
 class OwnedWeights:

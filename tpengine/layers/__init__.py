@@ -22,8 +22,8 @@ from tpengine.layers.attention import Attention, Rotation, Scores
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout, Position
 from tpengine.layers.linear.bias import LearnedPositions
-from tpengine.layers.linear.layers import ColumnParallelLinear, RowParallelLinear
-from tpengine.layers.linear.packed import PackedWeights
+from tpengine.layers.linear.column import ColumnParallelLinear, PackedWeights
+from tpengine.layers.linear.row import RowParallelLinear
 from tpengine.layers.mlp import FeedForward, SwiGLU
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
 from tpengine.layers.placement import Placement, placements_of

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from tpkernels.derivatives import applied, differentiable_once
+from tpkernels.derivatives import differentiable_once, is_recorded
 from tpkernels.ops.attention import attention, attention_qkv, has_kernel
 from tpkernels.ops.attention.choice import WHOSE, Problem, Whose, choose, chosen_backend
 from tpkernels.ops.attention.host import AttentionDropout, causal_attention
@@ -20,8 +20,8 @@ from tpkernels.ops.rope import RopeScaling, rope_tables
 from tpengine.layers.collectives import Communicator, ShardCommunicator
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink, accumulation_dtype
-from tpengine.layers.linear.layers import ColumnParallelLinear, RowParallelLinear
-from tpengine.layers.linear.packed import PackedWeights
+from tpengine.layers.linear.column import ColumnParallelLinear, PackedWeights
+from tpengine.layers.linear.row import RowParallelLinear
 from tpengine.layers.norm import Norm
 from tpengine.layers.rows.cache import KeyValueCache, Rows, length_of
 from tpengine.layers.rows.documents import Documents
@@ -108,7 +108,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Source: Su et al., "RoFormer", arXiv 2104.09864, section 3.4.
     """
-    y: Tensor = applied(_Rope, x, cos, sin)
+    if not is_recorded():
+        return _rotated(x, cos, sin)
+    y: Tensor = _Rope.apply(x, cos, sin)
     return y
 
 

@@ -2,7 +2,7 @@
 
 Layers and buckets communicate through a Communicator only, so that how bytes travel is decided in one place
 (tpkernels.exchange.communicator). The pairs here (gather and reduce_scatter, all_reduce and copy) are for layers of
-your own; ours fuse their communication with the matmul (tpkernels.fused.exchange_matmul). A layer that computes one
+your own; ours fuse their communication with the matmul (tpkernels.fused). A layer that computes one
 shard of exact mode (model/exact.py) is given a `ShardCommunicator` instead.
 """
 
@@ -17,7 +17,7 @@ from tpkernels.derivatives import differentiable_once
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.pending import Done, Work
 from tpkernels.exchange.tree import tree_sum
-from tpkernels.fused.exchange_matmul import FEW_ROWS
+from tpkernels.fused.gather import FEW_ROWS
 
 __all__ = [
     "Communicator",

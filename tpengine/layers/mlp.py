@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from tpkernels.derivatives import applied, differentiable_once
+from tpkernels.derivatives import differentiable_once, is_recorded
 from tpkernels.ops.activation import activation_backward, activation_forward
 
-from tpengine.layers.collectives import Communicator
+from tpengine.layers.collectives import Communicator, ShardCommunicator
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink
-from tpengine.layers.linear.layers import ColumnParallelLinear, RowParallelLinear
-from tpengine.layers.linear.packed import PackedWeights
+from tpengine.layers.linear.column import ColumnParallelLinear, PackedWeights
+from tpengine.layers.linear.row import RowParallelLinear
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -39,9 +39,11 @@ class _Activation(torch.autograd.Function):
         return activation_backward(dh, y, ctx.kind, ctx.gated), None, None
 
 
-def gated_silu(y: Tensor) -> Tensor:
-    """Return h[T, F] = silu(g) * u, where y[T, 2F] = (g, u) side by side."""
-    h: Tensor = applied(_Activation, y, "silu", True)
+def activated(y: Tensor, kind: ActivationKind, gated: bool) -> Tensor:
+    """Return h[T, F] = act(g) * u, where y[T, 2F] = (g, u) side by side, or act(y[T, F]) without a gate."""
+    if not is_recorded():
+        return activation_forward(y, kind, gated)
+    h: Tensor = _Activation.apply(y, kind, gated)
     return h
 
 
@@ -89,23 +91,20 @@ class FeedForward(nn.Module):
         self.up_proj = ColumnParallelLinear(hidden_size, ffn_size, comm, **options)
         self.down_proj = RowParallelLinear(ffn_size, hidden_size, comm, **options)
         self._gate_up = PackedWeights(*((self.gate_proj, self.up_proj) if gated else (self.up_proj,)))
+        # A shard of exact mode has the same bits wherever it is computed; what is tuned depends on sizes.
+        self._may_fuse_gate = gated and comm.size == 1 and not isinstance(comm, ShardCommunicator)
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
-        hidden = self._hidden(x)
+        members = (self.gate_proj, self.up_proj) if self.gated else (self.up_proj,)
+        hidden = self._gate_up.forward_gated(x, members, self.activation) if self._may_fuse_gate else None
+        if hidden is None:
+            hidden = activated(self._gate_up.forward_packed(x, members), self.activation, self.gated)
         if self.dropout is not None:
             comm, columns = self.down_proj.comm, hidden.shape[1]
             hidden = self.dropout(hidden, 0, comm.rank * columns, comm.size * columns)
         y: Tensor = self.down_proj(hidden)
         return y
-
-    def _hidden(self, x: Tensor) -> Tensor:
-        """Return h[T, F/tp], what the second product multiplies."""
-        members = (self.gate_proj, self.up_proj) if self.gated else (self.up_proj,)
-        hidden = self._gate_up.forward_gated(x, members, self.activation) if self.gated else None
-        if hidden is None:
-            hidden = applied(_Activation, self._gate_up.forward_packed(x, members), self.activation, self.gated)
-        return hidden
 
     def prepare(self, num_tokens: int) -> None:
         """Prepare all weights: see ColumnParallelLinear.prepare."""

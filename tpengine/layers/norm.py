@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.autocast import promoted
-from tpkernels.derivatives import applied, refuse_second_order
+from tpkernels.derivatives import is_recorded, refuse_second_order
 from tpkernels.ops.norm.operator import norm_backward, norm_forward
 
 from tpengine.layers.collectives import Communicator
@@ -21,6 +21,15 @@ from tpengine.layers.gradient_sink import (
     total_of,
 )
 from tpengine.layers.placement import Placement, whole
+
+
+def _computed(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, norm: Norm, sinks: Sequence[GradientSink]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return y, total, the weight as it scales, and mean and rstd of each row; total is x itself without a residual."""
+    factor = weight.to(accumulation_dtype(weight.dtype)) + norm.offset if norm.offset else weight
+    y, total, mean, rstd = norm_forward(x, factor, bias, residual, norm.eps, norm.centered, len(sinks))
+    return y, x if residual is None else total, factor, mean, rstd
 
 
 class _Norm(torch.autograd.Function):
@@ -46,9 +55,8 @@ class _Norm(torch.autograd.Function):
         norm: Norm,
         sinks: Sequence[GradientSink],
     ) -> tuple[Tensor, Tensor | None]:
-        factor = weight.to(accumulation_dtype(weight.dtype)) + norm.offset if norm.offset else weight
-        y, total, mean, rstd = norm_forward(x, factor, bias, residual, norm.eps, norm.centered, len(sinks))
-        ctx.save_for_backward(x if residual is None else total, factor, mean, rstd)
+        y, total, factor, mean, rstd = _computed(x, residual, weight, bias, norm, sinks)
+        ctx.save_for_backward(total, factor, mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.norm, ctx.sinks, ctx.weight, ctx.bias = norm, sinks, weight, bias
         return y, None if residual is None else total
@@ -155,7 +163,10 @@ class Norm(nn.Module):
         check_reaches(sinks[0], weight, f"the weight of {type(self).__name__}")
         if bias is not None:
             check_reaches(sinks[0], bias, f"the bias of {type(self).__name__}")
-        return applied(function, x, residual, weight, bias, self, sinks)
+        if is_recorded():
+            return function.apply(x, residual, weight, bias, self, sinks)
+        y, total, *_ = _computed(x, residual, weight, bias, self, sinks)
+        return y, total
 
 
 class RMSNorm(Norm):

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tpkernels.ops.attention.choice import same_choices
 
 from tpengine.architectures import describe
-from tpengine.architectures.describe.orders import TAKE_SUMS
+from tpengine.architectures.describe.orders import Order, pre_norm, sandwich_norm
 from tpengine.layers.dropout import LayerDropouts
 from tpengine.layers.rows.cache import Rows
 from tpengine.model.parts import Parts
 from tpengine.model.residual import Sum, is_watched, normed, normed_sum, whole
 
-Order = Callable[["Block", Any, Rows], Any]
+Returned = TypeVar("Returned")
 
 
 class Block(nn.Module):
     """One transformer block, x[T/tp, D] -> y[T/tp, D].
 
-    Its parts are modules under their names in the architecture. What its order (architectures/describe/orders.py) calls
-    besides them is `normed`, `normed_sum`, `attend`, `feed`, `left` and `again`.
+    Its parts are modules under their names in the architecture. The two orders that architectures of ours have are
+    methods; one of somebody's own calls the parts, and what describe/orders.py lists besides.
 
     Args:
         parts: what makes its layers.
@@ -32,6 +32,12 @@ class Block(nn.Module):
         dropouts: where it drops; None drops nowhere.
         attention_again: backward computes norm, attention and its dropout again; only x and the output are kept.
     """
+
+    # The norms of the orders below, as architectures name them.
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    pre_feedforward_layernorm: nn.Module
+    post_feedforward_layernorm: nn.Module
 
     def __init__(
         self,
@@ -55,27 +61,46 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, seq: Rows) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]; `seq` says what the rows are: see layers.rows.cache.Rows."""
-        return whole(self.order(self, x, seq))
+        return whole(self.in_order(x, seq))
 
     # What `hand_on` does without calling the module: see is_watched.
     plain_forward = forward
 
-    @property
-    def takes_sums(self) -> bool:
-        """Whether the order, as it is now, takes a sum that the block before has left, and leaves its own."""
-        return any(self.order is known for known in TAKE_SUMS)
+    def in_order(self, x: Tensor | Sum, seq: Rows, order: Order | None = None) -> Tensor | Sum:
+        """Put the parts together, x[T/tp, D] -> y[T/tp, D].
 
-    def normed(self, norm: nn.Module, x: Tensor | Sum) -> tuple[Tensor, Tensor]:
-        """Return (norm(x), x)[T/tp, D]."""
-        return normed(norm, x)
+        Args:
+            x: a tensor, or a sum that the block before has left.
+            seq: as of forward.
+            order: default the block's.
 
-    def normed_sum(self, norm: nn.Module, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (norm(x + branch), x + branch)[T/tp, D]."""
-        return normed_sum(norm, x, branch)
+        Returns: y, or if the block's order is one of the two below its last sum, left to the next norm.
+        """
+        order = order or self.order
+        if order is pre_norm:
+            return self._pre_norm(x, seq)
+        if order is sandwich_norm:
+            return self._sandwich_norm(x, seq)
+        y: Tensor = order(self, whole(x), seq)
+        return y
 
-    def left(self, x: Tensor, branch: Tensor) -> Tensor | Sum:
-        """Return x + branch, left to the next norm; at once if an order of somebody's own goes on with it."""
-        return Sum(x, branch) if self.takes_sums else x + branch
+    def _pre_norm(self, x: Tensor | Sum, seq: Rows) -> Tensor | Sum:
+        """x = x + attention(norm(x));  y = x + mlp(norm(x))."""
+        attended, x = self.again(self._attended, x, seq)
+        y, x = normed_sum(self.post_attention_layernorm, x, attended)
+        return self.left(x, self.feed(y))
+
+    def _sandwich_norm(self, x: Tensor | Sum, seq: Rows) -> Tensor | Sum:
+        """x = x + norm(attention(norm(x)));  y = x + norm(mlp(norm(x)))."""
+        attended, x = self.again(self._attended, x, seq, self.post_attention_layernorm)
+        y, x = normed_sum(self.pre_feedforward_layernorm, x, attended)
+        return self.left(x, self.post_feedforward_layernorm(self.feed(y)))
+
+    def _attended(self, x: Tensor | Sum, seq: Rows, behind: nn.Module | None = None) -> tuple[Tensor, Tensor]:
+        """Return (attention(norm(x)), x), with the norm behind it, if there is one."""
+        y, x = normed(self.input_layernorm, x)
+        y = self.attend(y, seq)
+        return y if behind is None else behind(y), x
 
     def attend(self, x: Tensor, seq: Rows) -> Tensor:
         """Return attention of x[T/tp, D], and its dropout."""
@@ -87,7 +112,20 @@ class Block(nn.Module):
         y: Tensor = self.get_submodule(self._feed_forward)(x)
         return y if self.dropouts is None else self.dropouts.mlp_residual(y, *self._place(y))
 
-    def again(self, forward: Callable[..., Any], *inputs: Any) -> Any:
+    # For an order of somebody's own.
+    normed = staticmethod(normed)
+    normed_sum = staticmethod(normed_sum)
+
+    def left(self, x: Tensor, branch: Tensor) -> Tensor | Sum:
+        """Return x + branch, left to the next norm; at once if an order of somebody's own goes on with it."""
+        return Sum(x, branch) if self.takes_sums else x + branch
+
+    @property
+    def takes_sums(self) -> bool:
+        """Whether the order, as it is now, takes a sum that the block before has left, and leaves its own."""
+        return self.order is pre_norm or self.order is sandwich_norm
+
+    def again(self, forward: Callable[..., Returned], *inputs: Any) -> Returned:
         """Return forward(*inputs); with `attention_again` backward computes it once more.
 
         Then a sum among the inputs is made before, so that one tensor is kept of it instead of two.
@@ -110,17 +148,19 @@ def hand_on(block: nn.Module, x: Tensor | Sum, seq: Rows) -> Tensor | Sum:
 
     Any other module, and a block that is_watched, is called: it gets and returns tensors.
     """
-    if isinstance(block, Block) and block.takes_sums and not is_watched(block):
-        left: Tensor | Sum = block.order(block, x, seq)
-        return left
+    if isinstance(block, Block) and not is_watched(block):
+        return block.in_order(x, seq)
     y: Tensor = block(whole(x), seq)
     return y
 
 
-def computed_again(forward: Callable[..., Any], *inputs: Any) -> Any:
+def computed_again(forward: Callable[..., Returned], *inputs: Any) -> Returned:
     """Return forward(*inputs), of which only the inputs are kept: backward runs it once more, on every tp rank alike.
 
     Dropout is a function of the micro-batch, not of a generator's state, so there is no state to restore. Attention is
     computed again by whom it was computed the first time.
     """
-    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=same_choices)
+    found: Returned = checkpoint(
+        forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=same_choices
+    )
+    return found

@@ -34,11 +34,11 @@ from tpkernels.derivatives import differentiable_once
 
 from tpengine.layers.collectives import Communicator, ShardCommunicator
 from tpengine.layers.linear.bias import LearnedPositions
-from tpengine.layers.linear.layers import ColumnParallelLinear, RowParallelLinear
-from tpengine.layers.linear.prepared import Contents
-from tpengine.layers.linear.sizes import check_tokens
+from tpengine.layers.linear.column import ColumnParallelLinear
+from tpengine.layers.linear.row import RowParallelLinear
+from tpengine.layers.linear.weights import Contents
 from tpengine.layers.norm import Norm
-from tpengine.layers.placement import SaysPlacements
+from tpengine.layers.placement import SaysPlacements, check_tokens
 from tpengine.layers.rows.cache import Rows
 from tpengine.layout.parameters import ALIGNMENT_BYTES
 

@@ -22,7 +22,7 @@ from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.linear.bias import LearnedPositions
-from tpengine.layers.linear.layers import ColumnParallelLinear
+from tpengine.layers.linear.column import ColumnParallelLinear
 from tpengine.layers.mlp import FeedForward
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
 from tpengine.layers.vocabulary.embedding import VocabParallelEmbedding

@@ -16,7 +16,7 @@ from tpengine.distributed.groups import Communicators
 from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import make_deterministic
 from tpengine.layers.gradient_sink import BufferSink, DeferringSink, WeightHalves, accumulation_dtype
-from tpengine.layers.linear.packed import declare_places
+from tpengine.layers.linear.column import declare_places
 from tpengine.layout.parameters import in_order_of_packing
 from tpengine.layout.slices import BlockCut
 from tpengine.layout.step_plan import Layout, reduced_of, weights_of

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from tpkernels.exchange.arena import exchange_bytes
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.mailbox import Mailbox
-from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
+from tpkernels.fused.gather import gather_matmul
+from tpkernels.fused.scatter import matmul_scatter
 from tpkernels.ops.matmul.host import PreparedMatrix, product
 
 from benchmarks.planner.machine.clock import Clock, usual

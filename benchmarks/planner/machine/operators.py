@@ -18,7 +18,7 @@ from benchmarks.planner.machine.sizes import Sizes
 from tpengine.config import OptimConfig
 from tpengine.layers.attention import Scores, attend
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.mlp import gated_silu
+from tpengine.layers.mlp import activated
 from tpengine.layers.norm import RMSNorm
 from tpengine.layers.vocabulary.embedding import VocabParallelEmbedding
 from tpengine.layers.vocabulary.loss import vocab_parallel_cross_entropy
@@ -80,7 +80,7 @@ def _cases(
             work.activation_work(tokens, width, item, gated=True),
             work.activation_backward_work(tokens, width, item, gated=True),
         )
-        return works, lambda: drawn(tokens, 2 * width), gated_silu
+        return works, lambda: drawn(tokens, 2 * width), lambda y: activated(y, "silu", True)
 
     def add(tokens: int, width: int) -> Any:
         other = drawn(tokens, width).detach()

@@ -4,7 +4,7 @@
     dx[T/tp, D]    = reduce_scatter_tp(sum_i dy_i @ w_i)
     dw_i           = dy_i.T @ all_gather_tp(x);  db_i = sum over T of dy_i
 
-Forward is `gather_matmul`, and dx is its dual `matmul_scatter` (exchange_matmul.py); the kernel whose tiles wait for
+Forward is `gather_matmul` (gather.py), and dx its dual `matmul_scatter` (scatter.py); the kernel whose tiles wait for
 peers' rows is in kernels/gather_kernel.py. Here are the specification, the registration with torch.library and the
 public function.
 """
@@ -21,8 +21,9 @@ from tpkernels.autocast import dtype_conflict, lowered
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator, communicator_named
-from tpkernels.fused.exchange_matmul import dtype_problem, gather_matmul, matmul_scatter, scatter_and_gather
+from tpkernels.fused.gather import dtype_problem, gather_matmul
 from tpkernels.fused.ordered import exchanges
+from tpkernels.fused.scatter import matmul_scatter, scatter_and_gather
 
 _NAME = "all_gather_matmul"
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from tpkernels.autocast import lowered
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.exchange.communicator import Communicator, communicator_named
-from tpkernels.fused.exchange_matmul import matmul_then_gather
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem
 from tpkernels.fused.ordered import exchanges
+from tpkernels.fused.scatter import matmul_then_gather
 
 _NAME = "matmul_all_reduce"
 

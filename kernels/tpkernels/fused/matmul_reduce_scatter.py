@@ -4,8 +4,8 @@
     dx[T, F/tp]  = all_gather_tp(dy[T/tp, D]) @ w
     dw           = all_gather_tp(dy).T @ x;  db = sum over T of all_gather_tp(dy)
 
-Forward is `matmul_scatter`, and dx is its dual `gather_matmul` (exchange_matmul.py), which also returns the gathered dy
-that dw needs. A gradient that is not needed is not kept, nor computed, except where kernels gather, because they
+Forward is `matmul_scatter` (scatter.py), and dx its dual `gather_matmul` (gather.py), which also returns the gathered
+dy that dw needs. A gradient that is not needed is not kept, nor computed, except where kernels gather, because they
 multiply at the same time. dy is always gathered, in the same way, so ranks may need different gradients. Here are the
 specification, the registration with torch.library and the public function.
 """
@@ -22,8 +22,9 @@ from tpkernels.autocast import dtype_conflict, lowered
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator, communicator_named
-from tpkernels.fused.exchange_matmul import dtype_problem, gather_matmul, kernels_gather, matmul_scatter
+from tpkernels.fused.gather import dtype_problem, gather_matmul, kernels_gather
 from tpkernels.fused.ordered import exchanges
+from tpkernels.fused.scatter import matmul_scatter
 
 _NAME = "matmul_reduce_scatter"
 

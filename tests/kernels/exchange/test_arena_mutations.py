@@ -19,7 +19,7 @@ from support.ranks.rank_pool import RankPool
 from support.ranks.standstill import Standstill
 from torch import Tensor
 from tpkernels.exchange import arena
-from tpkernels.fused import exchange_matmul
+from tpkernels.fused import scatter
 from tpkernels.symmetric import signals
 
 WORLD = 3
@@ -94,7 +94,7 @@ def first_piece_only(rows: slice, first: int, num_rows: int) -> slice:
 
 
 def without_addend(terms: Any, comm: Any, operation: str, addend: Tensor | None = None) -> Tensor:
-    return exchange_matmul.matmul_scatter(terms, comm, operation)
+    return scatter.matmul_scatter(terms, comm, operation)
 
 
 # The class of the arena, or what replaces which name.

@@ -22,7 +22,7 @@ from support.ranks.rank_pool import RankPool
 from support.ranks.standstill import Standstill
 from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator
-from tpkernels.fused import on_device
+from tpkernels.fused import scatter
 from tpkernels.fused import strategy as fused_strategy
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.kernels import scatter_kernel
@@ -457,11 +457,11 @@ def errors_when_memory_is_short() -> str:
     """A rank fails in the middle of a call: the others hear of it at once."""
     comm = kernel_communicator(dist.group.WORLD, "fused", ROOMY)
     if comm.rank == 1:
-        on_device.launch_matmul_scatter = failing
+        scatter.launch_matmul_scatter = failing
     try:
         return raised_by(lambda: [matmul_reduce_scatter(torch.ones(4, 3), torch.ones(4, 3), comm) for _ in range(2)])
     finally:
-        on_device.launch_matmul_scatter = scatter_kernel.launch_matmul_scatter
+        scatter.launch_matmul_scatter = scatter_kernel.launch_matmul_scatter
 
 
 def failing(*_: Any) -> None:

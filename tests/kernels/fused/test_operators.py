@@ -19,9 +19,9 @@ from tpkernels.exchange.arena import Arena
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.exchange.mailbox import Mailbox
-from tpkernels.fused import exchange_matmul
+from tpkernels.fused import gather
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
-from tpkernels.fused.exchange_matmul import gather_matmul
+from tpkernels.fused.gather import gather_matmul
 from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.ops.matmul.host import product
@@ -293,7 +293,7 @@ def backward_of_row_parallel(arena_bytes: int, strategy: str = "auto") -> dict[s
                 kept.append(keep)
                 return gather_matmul(*args, keep=keep, **kwargs)
 
-            patch.setattr(exchange_matmul, "product", counted)
+            patch.setattr(gather, "product", counted)
             patch.setattr("tpkernels.fused.matmul_reduce_scatter.gather_matmul", watched)
             y.backward(dy)
         grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}

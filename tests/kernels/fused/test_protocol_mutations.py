@@ -29,8 +29,8 @@ from tpkernels.exchange.arena import CallMismatch
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
-from tpkernels.fused.exchange_matmul import scatter_and_gather
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
+from tpkernels.fused.scatter import scatter_and_gather
 from tpkernels.symmetric.signals import PeerError
 
 pytest.importorskip("triton")
@@ -179,21 +179,21 @@ MUTATIONS = {
     "programs that fetch do not wait": Mutation(
         ("fused.kernels.gather_kernel", "wait"),
         skipped,
-        late=("fused.on_device", "launch_publish"),
+        late=("fused.gather", "launch_publish"),
         check=first_wrong_gather,
         strategy="fetch",
     ),
     "tiles do not wait for what is pushed": Mutation(
         ("fused.kernels.gather_kernel", "wait"),
         skipped,
-        late=("fused.on_device", "launch_gather_matmul"),
+        late=("fused.gather", "launch_gather_matmul"),
         check=first_wrong_gather,
         strategy="push",
     ),
     "sums do not wait": Mutation(
         ("fused.kernels.scatter_kernel", "wait"),
         skipped,
-        late=("fused.on_device", "launch_matmul_scatter"),
+        late=("fused.scatter", "launch_matmul_scatter"),
         check=first_wrong_sum,
     ),
     "nobody is told of partial sums": Mutation(
@@ -253,7 +253,7 @@ MUTATIONS = {
     "the copy engine does not wait": Mutation(
         ("exchange.copies", "has_published"),
         lambda *_: True,
-        late=("fused.on_device", "launch_publish"),
+        late=("fused.gather", "launch_publish"),
         check=first_wrong_gather,
     ),
     "calls of one generation do not meet": Mutation(
@@ -362,7 +362,7 @@ def noticed_in_turns(name: str, seed: int, directory: str) -> str:
     """What this rank notices of a change, or of none, where programs take turns."""
     from support.kernels.compiled import CACHE_VARIABLE, modules_of
     from support.kernels.turns import Turns
-    from tpkernels.fused import on_device
+    from tpkernels.fused import scatter
     from tpkernels.fused.kernels import scatter_kernel
 
     changed = IN_TURNS.get(name, InTurns(()))
@@ -377,7 +377,7 @@ def noticed_in_turns(name: str, seed: int, directory: str) -> str:
                 source = source.replace(old, new)
             patch.setenv(CACHE_VARIABLE, directory)
             module = modules_of({"scatter_kernel": source})["scatter_kernel"]
-            patch.setattr(on_device, "launch_matmul_scatter", module.launch_matmul_scatter)
+            patch.setattr(scatter, "launch_matmul_scatter", module.launch_matmul_scatter)
         if changed.late and comm.rank == 0:
             patch.setattr(module, "notify", kept_back(standstill.until_others_wait, module.notify))
         with Turns(10 * seed + comm.rank, standstill).of(module):

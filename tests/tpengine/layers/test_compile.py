@@ -19,7 +19,8 @@ from tpengine.config import ModelConfig
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import BufferSink, ParamGradSink
 from tpengine.layers.linear.bias import add_cut_bias
-from tpengine.layers.linear.layers import ColumnParallelLinear, RowParallelLinear
+from tpengine.layers.linear.column import ColumnParallelLinear
+from tpengine.layers.linear.row import RowParallelLinear
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Block
 

@@ -35,7 +35,7 @@ from tpengine.layers.attention import Rotation, Scores, attend
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout, Position
 from tpengine.layers.gradient_sink import BufferSink, accumulation_dtype
-from tpengine.layers.mlp import gated_silu
+from tpengine.layers.mlp import activated
 from tpengine.model.parts import ExactParts, FastParts
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -156,7 +156,7 @@ def by_products(name: str, num_shards: int) -> dict[str, Tensor]:
         packed = torch.cat(inputs)
         product = (x @ packed.T).requires_grad_()
         if name == "swiglu":
-            hidden = gated_silu(product)
+            hidden = activated(product, "silu", True)
         else:
             hidden = attend(
                 product, HEADS // num_shards, max(1, kv_heads // num_shards), SEQ, Scores(Rotation(THETA)), None

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tpengine.architectures.describe.config_json import ConfigJson
-from tpengine.architectures.describe.orders import pre_norm
+from tpengine.architectures.describe.orders import Order, pre_norm
 from tpengine.architectures.describe.parts import Ends, Part
 from tpengine.architectures.describe.table import Table
 from tpengine.config import ModelConfig
@@ -42,7 +41,7 @@ class Architecture:
     table: Table
     block: Callable[[ModelConfig, int], Mapping[str, Part]]
     numbers: Callable[[ConfigJson], ModelConfig]
-    order: Callable[[Any, Any, Any], Any] = pre_norm
+    order: Order = pre_norm
     ends: Callable[[ModelConfig], Ends] = _plain_ends
     prefix: str = "model."
     undecayed: tuple[str, ...] = ()

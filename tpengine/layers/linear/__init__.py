@@ -1,10 +1,7 @@
 """Column- and row-parallel linear layers, their products fused with their communication.
 
-products.py   the differentiable products; read it first
-layers.py     the two layers
-memory.py     who owns the memory of a weight
-packed.py     several column-parallel weights in one storage, read by one product
-prepared.py   the forms in which a weight is multiplied
-bias.py       biases, and learned positions
-sizes.py      what must be divisible
+column.py    the way of a column-parallel product, one weight's or several's; read it first
+row.py       the row-parallel layer
+weights.py   who owns the memory of a weight, and the forms in which it is multiplied
+bias.py      biases, and learned positions
 """

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from tpkernels.derivatives import applied, refuse_second_order
+from tpkernels.derivatives import is_recorded, refuse_second_order
 from tpkernels.ops.embedding import add_rows_
 
 from tpengine.layers.collectives import Communicator
@@ -74,7 +74,9 @@ def add_cut_bias(y: Tensor, biases: Biases, sink: GradientSink) -> Tensor:
     is_alone = all(ranks is None for _, ranks in biases)
     if torch.compiler.is_compiling() and isinstance(sink, ParamGradSink) and is_alone:
         return y + row.to(y.dtype)
-    added: Tensor = applied(_AddCut, y, row.detach(), biases, sink, *tensors)
+    if not is_recorded():
+        return y.add_(row)
+    added: Tensor = _AddCut.apply(y, row.detach(), biases, sink, *tensors)
     return added
 
 
@@ -100,7 +102,9 @@ class _AddWhole(torch.autograd.Function):
 def add_whole_bias(x: Tensor, bias: Tensor, comm: Communicator, sinks: Sequence[GradientSink]) -> Tensor:
     """Return x[T, D] + b[D]; each of the n sinks gets db summed over its block of T/n tokens, partial(comm)."""
     check_reaches(sinks[0], bias, "a bias")
-    y: Tensor = applied(_AddWhole, x, bias, comm, sinks)
+    if not is_recorded():
+        return x + bias.to(x.dtype)
+    y: Tensor = _AddWhole.apply(x, bias, comm, sinks)
     return y
 
 
@@ -181,5 +185,5 @@ class LearnedPositions(nn.Module):
         else:
             places = seq.places[first : first + len(x)].long()
         check_reaches(sinks[0], weight, "a table of positions")
-        y: Tensor = applied(_AddPositions, x, weight, places, self.comm, sinks)
+        y: Tensor = _AddPositions.apply(x, weight, places, self.comm, sinks)
         return y

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from tpkernels.derivatives import applied, refuse_second_order
+from tpkernels.derivatives import refuse_second_order
 from tpkernels.ops.embedding import check_rows_and_table, embedding_forward
 
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, check_reaches
-from tpengine.layers.linear.sizes import check_tokens
-from tpengine.layers.placement import Placement, cut
+from tpengine.layers.placement import Placement, check_tokens, cut
 from tpengine.layers.vocabulary.loss import check_range
 
 
@@ -94,5 +93,5 @@ class VocabParallelEmbedding(nn.Module):
         check_tokens(len(tokens), self.comm.num_row_parts)
         check_range("tokens", tokens, weight.shape[0] * self.comm.size)
         check_reaches(self.sink, weight, "an embedding's table")
-        y: Tensor = applied(_VocabParallelEmbedding, tokens, weight, self.comm, self.sink)
+        y: Tensor = _VocabParallelEmbedding.apply(tokens, weight, self.comm, self.sink)
         return y

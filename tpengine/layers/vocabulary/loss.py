@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tpkernels.derivatives import applied, differentiable_once
+from tpkernels.derivatives import differentiable_once
 from tpkernels.ops.cross_entropy.operator import (
     check_logits,
     check_writable,
@@ -88,7 +88,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, vocab_size: int
     shards = logits if logits.dim() == 3 else logits[None]
     for shard in shards:
         check_logits(shard, labels, 0, shard.shape[1])
-    loss: Tensor = applied(_VocabParallelCrossEntropy, shards, labels, vocab_size, comm, must_keep(logits))
+    loss: Tensor = _VocabParallelCrossEntropy.apply(shards, labels, vocab_size, comm, must_keep(logits))
     return loss
 
 

@@ -17,7 +17,7 @@ from tpengine.layers import FeedForward
 from tpengine.layers.collectives import Communicator, ShardCommunicator
 from tpengine.layers.dropout import Dropout, Position
 from tpengine.layers.gradient_sink import DeferringSink, ParamGradSink, WeightHalves
-from tpengine.layers.linear import packed, products
+from tpengine.layers.linear import column
 
 D, F, T = 6, 10, 8
 CONFIG = MatmulConfig(128, 128, 64, 4, 8, 3)
@@ -27,14 +27,14 @@ CONFIG = MatmulConfig(128, 128, 64, 4, 8, 3)
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A file that says: in the epilogue. Returns what the epilogue's way is then asked for."""
     asked: list[Any] = []
-    forward = products.matmul_gated_forward
+    forward = column.matmul_gated_forward
 
     def noted(x: Tensor, weight: Tensor, kind: str, keeps_y: bool, *rest: Any) -> Any:
         asked.append((kind, keeps_y, *rest))
         return forward(x, weight, kind, keeps_y, *rest)
 
-    monkeypatch.setattr(products, "matmul_gated_forward", noted)
-    monkeypatch.setattr(packed, "tuned_gate", tuned(1.0))
+    monkeypatch.setattr(column, "matmul_gated_forward", noted)
+    monkeypatch.setattr(column, "tuned_gate", tuned(1.0))
     return asked
 
 
@@ -71,7 +71,7 @@ def test_the_epilogues_way_computes_the_same(fused: list[Any], options: dict[str
 
     got = numbers(made())
     assert fused == [(options.get("activation", "silu"), True, False, CONFIG)]
-    monkeypatch.setattr(packed, "tuned_gate", lambda *_: None)
+    monkeypatch.setattr(column, "tuned_gate", lambda *_: None)
     want = numbers(made())
     assert len(fused) == 1 and got.keys() == want.keys()
     for name, value in want.items():
@@ -99,7 +99,7 @@ def test_nothing_is_kept_where_no_gradient_can_be_asked_for(fused: list[Any]) ->
 def test_dropout_lies_behind_it(fused: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     dropout = Dropout(0.5, 0, "layers.0.mlp", Position(training=True))
     got = numbers(network(dropout=dropout))
-    monkeypatch.setattr(packed, "tuned_gate", lambda *_: None)
+    monkeypatch.setattr(column, "tuned_gate", lambda *_: None)
     torch.testing.assert_close(got["dx"], numbers(network(dropout=dropout))["dx"], rtol=1e-12, atol=1e-12)
     assert len(fused) == 1
 
@@ -113,9 +113,9 @@ def test_elsewhere_the_activation_is_a_kernel_of_its_own(
     if why == "shard":
         options["comm"] = ShardCommunicator(0, 1, Communicator(None))
     if why == "slower":
-        monkeypatch.setattr(packed, "tuned_gate", tuned(2.5))
+        monkeypatch.setattr(column, "tuned_gate", tuned(2.5))
     if why == "not timed":
-        monkeypatch.setattr(packed, "tuned_gate", lambda *_: None)
+        monkeypatch.setattr(column, "tuned_gate", lambda *_: None)
     made = network(**options)
     if why == "hooked":
         made.gate_proj.register_forward_hook(lambda *_: None)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from tpengine.layers import Attention, ColumnParallelLinear, PackedWeights
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.linear.memory import lies_at
-from tpengine.layers.linear.packed import declare_places
+from tpengine.layers.linear.column import declare_places
+from tpengine.layers.linear.weights import lies_at
 
 D, WIDTHS = 6, (4, 2, 3)
 

@@ -19,8 +19,9 @@ from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from tpkernels.exchange.arena import exchange_bytes, shard_rows
 from tpkernels.exchange.communicator import Communicator
-from tpkernels.fused.exchange_matmul import gather_matmul, matmul_scatter
+from tpkernels.fused.gather import gather_matmul
 from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
+from tpkernels.fused.scatter import matmul_scatter
 from tpkernels.launch import triton
 from tpkernels.ops.matmul.host import PreparedMatrix, product, rows_are_independent
 

@@ -1,4 +1,16 @@
-"""The forms in which a layer's weight is multiplied, copied for its products and used until the weight changes."""
+"""A layer's weight in memory: who owns it, and the copies by which it is multiplied faster until it changes.
+
+One owner each, and the owner is declared:
+
+    the layer        by default. Layers that are packed lay their weights out behind each other when they are made, and
+                     when the layers give them other memory: `module.to`, `load_state_dict(assign=True)`, a copy
+    another layer    whose parameters a layer borrows
+    flat buffers     of weights that come and go (ZeRO): `column.declare_places` tells the layers where each lies
+
+Only the owner moves a weight. That weights lie behind each other, and fill their memory, does not say whose memory it
+is: a bucket can hold exactly these. So the place of a weight decides how it is read, and never who may move it. A
+weight that lies where no owner has declared it (`p.data = ...`) was put there by somebody, and stays there.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +19,31 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from tpkernels.fused.exchange_matmul import DTYPES
+from tpkernels.fused.gather import DTYPES
 from tpkernels.ops.matmul.host import PreparedMatrix
+
+
+def lies_at(weight: Tensor, place: Tensor) -> bool:
+    """Whether a weight is where its owner has declared it: that memory, whether it is there just now or not."""
+    if weight.dtype != place.dtype or weight.device != place.device:
+        return False
+    return place.is_meta or weight.is_set_to(place)
+
+
+def as_one_matrix(weights: Sequence[Tensor]) -> Tensor | None:
+    """Return the weights as one matrix, a view, if they lie behind each other in one memory; whose it is, is no matter.
+
+    A write to the memory is no write to the matrix: a gather of weights is none that autograd should see.
+    """
+    first = weights[0]
+    memory, place = first.untyped_storage().data_ptr(), first.storage_offset()
+    for weight in weights:
+        is_next = weight.untyped_storage().data_ptr() == memory and weight.storage_offset() == place
+        if not is_next or not weight.is_contiguous() or weight.dtype != first.dtype or weight.device != first.device:
+            return None
+        place += weight.numel()
+    num_rows, width = sum(len(weight) for weight in weights), first.shape[1]
+    return first.data.as_strided((num_rows, width), (width, 1))
 
 
 class PreparedWeight:

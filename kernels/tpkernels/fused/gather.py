@@ -1,16 +1,19 @@
-"""Exchanges over a device arena, one function per call: what to launch, in which pieces, in which generation.
+"""Gather, then multiply, in both forms: over the host's memory or collectives, and by kernels over a device arena.
 
-    gather          full[T, D]  = all_gather(x[T/tp, D])
-    gather_matmul   y_i[T, F_i] = full @ m_i[D, F_i] + b_i
-    matmul_scatter  y[T/tp, D]  = reduce_scatter(sum_i x_i[T, K_i] @ m_i[K_i, D] + addend) + bias
+    gather_matmul    y_i[T, F_i]  = all_gather(x[T/tp, D]) @ m_i[D, F_i] + b_i        its dual is in scatter.py
 
-Each call has three phases: launch what makes this rank's data visible to the peers; compute, in kernels that wait for
-the peers' flags tile by tile; wait, on the stream, for whatever must be complete before the next launch. On a GPU the
-host waits in none of them.
+Over an arena, the products of a shard start when it has arrived; in between no rank waits for another. Over a device
+arena kernels do the same, where strategy.py predicts that they are faster. Otherwise (one rank, several hosts) the
+collective runs before one product. The operators choose the matrices: w.T in forward, w in the duals.
 
-strategy.py decides before whether a call comes here, and in which pieces: data larger than a generation of the arena is
-exchanged in several, each a call of its own. README.md beside this file shows what the kernels write and wait for, and
-explains one more exchange.
+Splitting a product by rows may change its last bits. So the arena's results differ from the collectives' by rounding.
+They are the same from run to run, in whatever order the ranks arrive: where splitting changes bits, products are always
+split, but for those of few rows, which never are.
+
+A call of kernels has three phases: launch what makes this rank's data visible to the peers; compute, in kernels that
+wait for the peers' flags tile by tile; wait, on the stream, for whatever must be complete before the next launch. On a
+GPU the host waits in none of them. Data larger than a generation of the arena is exchanged in pieces, each a call of
+its own. README.md beside this file shows what the kernels write and wait for, and explains one more exchange.
 """
 
 from __future__ import annotations
@@ -22,30 +25,102 @@ import torch
 from torch import Tensor
 
 from tpkernels.exchange.arena import CallMismatch, piece_of, shard_rows
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.copies import Copy, Fetch
 from tpkernels.exchange.device_arena import DeviceArena, shard_pieces
 from tpkernels.fused.kernels.gather_kernel import launch_fetch, launch_gather_matmul, launch_publish
-from tpkernels.fused.kernels.scatter_kernel import MOST_TERMS, launch_matmul_scatter
-from tpkernels.fused.strategy import Decision, is_for_engines, rows_that_fit
+from tpkernels.fused.strategy import Decision, Operation, decide, is_for_engines, rows_that_fit
 from tpkernels.launch import cdiv
-from tpkernels.ops.matmul.kernel import launch_matmul
+from tpkernels.ops.matmul.host import Matrix, product, rows_are_independent
+from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
 from tpkernels.symmetric.signals import PeerError
 from tpkernels.symmetric.signals_kernel import FETCHED, MAX_SPLITS
 
+# So many rows are multiplied at once: the product takes as long as reading the matrix, and parts would read it again.
+FEW_ROWS = 16
+# Dtypes that can be multiplied and summed in every kind of exchange. Kernels take all but float64.
+DTYPES = (*KERNEL_DTYPES, torch.float64)
 
-@contextlib.contextmanager
-def _poison_if_left(arena: DeviceArena) -> Iterator[None]:
-    """Tell the others if this rank leaves a call before its end (out of memory, say): they would wait in vain."""
-    try:
-        yield
-    except (PeerError, CallMismatch):
-        raise
-    except BaseException:
-        arena.leave()
-        raise
+
+def dtype_problem(operation: str, x: Tensor) -> str:
+    """Return why an operation of all ranks cannot multiply x; empty if it can.
+
+    Ask before the call begins: refusing a dtype in the middle of the call would leave the group poisoned.
+    """
+    if x.dtype in DTYPES:
+        return ""
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    return f"{operation} multiplies {names}: got {x.dtype} {tuple(x.shape)}: convert x and what it is multiplied by"
 
 
 def gather_matmul(
+    x: Tensor,
+    matrices: Sequence[Matrix],
+    comm: Communicator,
+    num_tokens: int,
+    operation: str,
+    *,
+    keep: bool,
+    biases: Sequence[Tensor] = (),
+) -> tuple[list[Tensor], Tensor | None]:
+    """Multiply the gathered rows by each matrix; one gather serves all.
+
+        y_i[T, F_i] = all_gather(x[T/tp, D]) @ m_i[D, F_i] + b_i
+
+    Args:
+        x: this rank's rows, as shard_rows(num_tokens) says.
+        matrices: m_i, any strides, or prepared.
+        num_tokens: T.
+        operation: the operation's name, for messages.
+        keep: also return the gathered x.
+        biases: b_i [F_i], one per matrix, or none at all.
+
+    Returns:
+        The products, and the gathered x (with one rank x itself) or None.
+
+    Order: own rows first, then those of rank+1, rank+2, ... as each arrives. With `keep`, all rows at once if all
+    arrive within 0.1 ms and the bits are the same (ops/matmul/host.py, rows_are_independent): that costs least on the
+    last rank to arrive, for which the others wait. Extra memory: T*D elements with `keep`.
+    """
+    kernels = choose_kernels(x, comm, "gather", num_tokens, [matrix.shape[1] for matrix in matrices], x.shape[1])
+    if kernels is not None and matrices:
+        arena, decision = kernels
+        no_biases = [None] * len(matrices)
+        in_memory = [plain(matrix) for matrix in matrices]
+        return gather_by_kernels(x, in_memory, biases or no_biases, arena, num_tokens, operation, decision, keep=keep)
+    outputs, full = _gather_on_host(x, matrices, comm, num_tokens, operation, keep)
+    for y, bias in zip(outputs, biases, strict=False):
+        y.add_(bias)
+    return outputs, full
+
+
+def _gather_on_host(
+    x: Tensor, matrices: Sequence[Matrix], comm: Communicator, num_tokens: int, operation: str, keep: bool
+) -> tuple[list[Tensor], Tensor | None]:
+    """Run `gather_matmul` over an arena or collectives, without biases."""
+    arena = comm.arena_for(x)
+    if arena is None or comm.size == 1 or num_tokens <= FEW_ROWS:
+        full = comm.all_gather_rows(x, num_tokens, operation=operation)
+        return [product(full, matrix) for matrix in matrices], full if keep else None
+    gathered = x.new_empty(num_tokens, x.shape[1]) if keep else None
+    products = [x.new_empty(num_tokens, matrix.shape[1]) for matrix in matrices]
+    shards = [shard_rows(num_tokens, comm.size, rank) for rank in range(comm.size)]
+    lengths = [rows.stop - rows.start for rows in shards]
+    may_be_whole = all(rows_are_independent(matrix, num_tokens, lengths) for matrix in matrices)
+    for rows, shard in arena.gather(x, num_tokens, operation, into=gathered if may_be_whole else None):
+        if shard is gathered:
+            products = [product(shard, matrix) for matrix in matrices]
+            continue
+        if rows.start == rows.stop:
+            continue
+        for matrix, y in zip(matrices, products, strict=True):
+            product(shard, matrix, out=y[rows])
+        if gathered is not None:
+            gathered[rows].copy_(shard)
+    return products, gathered
+
+
+def gather_by_kernels(
     x: Tensor,
     matrices: Sequence[Tensor],
     biases: Sequence[Tensor | None],
@@ -71,13 +146,13 @@ def gather_matmul(
     gathered = x.new_empty(num_tokens, depth) if keep or not push else None
     most = cdiv(num_tokens, arena.world)
     order = sorted(range(len(matrices)), key=lambda i: -matrices[i].shape[1])
-    with _poison_if_left(arena):
+    with poison_if_left(arena):
         for first, piece in decision.pieces:
             # Launch: this rank's rows become visible to the peers, and theirs are fetched. Pushing needs no launch of
             # its own: the first items of the matmul do it. The call's number covers `kind`, because ranks that wait
             # for a flag must agree on how many rows it stands for.
             kind = f"pushes, a flag for {split_rows} rows" if push else "pulls"
-            generation, call = _begin(arena, operation, kind, num_tokens, depth, x.dtype, first)
+            generation, call = begin_call(arena, operation, kind, num_tokens, depth, x.dtype, first)
             own = x[first : first + piece]
             if push:
                 shard_stride = arena.slot_bytes // x.element_size()
@@ -119,7 +194,7 @@ def gather_matmul(
                     gathered[rows].copy_(own if source == arena.rank else slot)
             # Wait: the stream waits for the copy engine, so that the next piece finds its copies done.
             arena.copies.join()
-    _raise_where_it_is_known(arena)
+    raise_where_it_is_known(arena)
     return outputs, gathered if keep else None
 
 
@@ -127,7 +202,7 @@ def gather(x: Tensor, arena: DeviceArena, num_tokens: int, operation: str) -> Te
     """Return the rows of all ranks, concatenated."""
     full = _gather_in_pieces(x, arena, num_tokens, operation)
     arena.copies.join()
-    _raise_where_it_is_known(arena)
+    raise_where_it_is_known(arena)
     return full
 
 
@@ -153,7 +228,7 @@ def finish_gather(arena: DeviceArena) -> None:
     arena.calls_since_gather, arena.gather_call = None, 0
     arena.follow()
     arena.copies.join()
-    _raise_where_it_is_known(arena)
+    raise_where_it_is_known(arena)
 
 
 def _gather_in_pieces(x: Tensor, arena: DeviceArena, num_tokens: int, operation: str) -> Tensor:
@@ -163,11 +238,11 @@ def _gather_in_pieces(x: Tensor, arena: DeviceArena, num_tokens: int, operation:
     row_bytes = x.shape[1] * x.element_size()
     most = rows_that_fit(arena.generation_bytes, row_bytes)
     by_engine = is_for_engines(cdiv(num_tokens, arena.world) * row_bytes, arena.engine_bytes)
-    with _poison_if_left(arena):
+    with poison_if_left(arena):
         for first, piece in shard_pieces(num_tokens, arena.world, most):
             # Wait for the previous piece's copies before its generation comes up again.
             arena.copies.join()
-            generation, call = _begin(arena, operation, "pulls", num_tokens, x.shape[1], x.dtype, first)
+            generation, call = begin_call(arena, operation, "pulls", num_tokens, x.shape[1], x.dtype, first)
             own = x[first : first + piece]
             launch_publish(own, arena, generation, call)
             # Programs share a shard; no flag is waited for.
@@ -177,43 +252,7 @@ def _gather_in_pieces(x: Tensor, arena: DeviceArena, num_tokens: int, operation:
     return full
 
 
-def matmul_scatter(
-    terms: Sequence[tuple[Tensor, Tensor]],
-    addend: Tensor | None,
-    bias: Tensor | None,
-    arena: DeviceArena,
-    operation: str,
-    decision: Decision,
-) -> Tensor:
-    """Multiply, sum over the ranks, keep this rank's rows.
-
-    Extra memory: T*D elements for more than two terms: the others are multiplied first, into the addend.
-    """
-    for x, matrix in terms[MOST_TERMS:]:
-        addend = launch_matmul(x, matrix, residual=addend)
-    terms = terms[:MOST_TERMS]
-    x, matrix = terms[0]
-    num_tokens, columns = x.shape[0], matrix.shape[1]
-    own = shard_rows(num_tokens, arena.world, arena.rank)
-    y = x.new_empty(own.stop - own.start, columns)
-    addend = None if addend is None else addend.contiguous()
-    slot_elements = arena.slot_bytes // x.element_size()
-    with _poison_if_left(arena):
-        for first, piece in decision.pieces:
-            generation, call = _begin(
-                arena, operation, "scatters", num_tokens, columns, x.dtype, first, may_be_beside=True
-            )
-            # Compute and send: each tile for a peer is stored into this rank's slot there, a flag follows the last of a
-            # split. Wait: own tiles, computed last, wait for their split of every peer, and are added to the slots.
-            mine = y[first : first + piece]
-            launch_matmul_scatter(
-                mine, terms, addend, bias, arena, num_tokens, first, piece, slot_elements, generation, call
-            )
-    _raise_where_it_is_known(arena)
-    return y
-
-
-def _begin(
+def begin_call(
     arena: DeviceArena,
     operation: str,
     kind: str,
@@ -288,7 +327,41 @@ def _fetch_by_kernel(
     arena.copies.launch(launch, full)
 
 
-def _raise_where_it_is_known(arena: DeviceArena) -> None:
+@contextlib.contextmanager
+def poison_if_left(arena: DeviceArena) -> Iterator[None]:
+    """Tell the others if this rank leaves a call before its end (out of memory, say): they would wait in vain."""
+    try:
+        yield
+    except (PeerError, CallMismatch):
+        raise
+    except BaseException:
+        arena.leave()
+        raise
+
+
+def raise_where_it_is_known(arena: DeviceArena) -> None:
     """Raise errors of the peers if they are known already: an interpreted call has ended when it returns."""
     if not arena.control.is_cuda:
         arena.check()
+
+
+def kernels_gather(x: Tensor, weight: Tensor, comm: Communicator, num_tokens: int) -> bool:
+    """Return whether kernels do `gather_matmul` of x[T/tp, D] and m[D, F]."""
+    return choose_kernels(x, comm, "gather", num_tokens, [weight.shape[1]], x.shape[1]) is not None
+
+
+def choose_kernels(
+    x: Tensor, comm: Communicator, operation: Operation, num_tokens: int, widths: Sequence[int], inner: int
+) -> tuple[DeviceArena, Decision] | None:
+    """Return the arena if kernels exchange, and how they do.
+
+    Whether a group has such an arena follows from its construction; the rest is decided once for each size (`decide`).
+    """
+    arena = comm.device_arena_for(x)
+    decision = None if arena is None else decide(arena, comm.strategy, operation, x, num_tokens, widths, inner)
+    return None if arena is None or decision is None else (arena, decision)
+
+
+def plain(matrix: Matrix) -> Tensor:
+    """Return a matrix as kernels read it, prepared for the host's products or not."""
+    return matrix if isinstance(matrix, Tensor) else matrix.plain
