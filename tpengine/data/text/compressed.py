@@ -17,15 +17,15 @@ _PACKED_BYTES = 1 << 16
 _MOST_WINDOW_BYTES = 1 << 31
 
 
-def is_of_lines(path: Path) -> bool:
+def is_json_lines(path: Path) -> bool:
     """Whether a file is of JSON lines, by its name: x.jsonl, x.jsonl.gz, x.jsonl.zst."""
     suffixes = path.suffixes
     return suffixes[-1:] == [_LINES] or (suffixes[-2:-1] == [_LINES] and suffixes[-1] in (_GZIP, _ZSTANDARD))
 
 
-def is_refused(path: Path) -> bool:
+def is_compressed_non_jsonl(path: Path) -> bool:
     """Whether a file is compressed, by its name, but not said to be of JSON lines: its bytes are nobody's text."""
-    return path.suffix.lower() in (_GZIP, _ZSTANDARD) and not is_of_lines(path)
+    return path.suffix.lower() in (_GZIP, _ZSTANDARD) and not is_json_lines(path)
 
 
 def is_compressed(path: Path) -> bool:
@@ -34,7 +34,7 @@ def is_compressed(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def opened(raw: BinaryIO, path: Path) -> Iterator[BinaryIO]:
+def open_lines(raw: BinaryIO, path: Path) -> Iterator[BinaryIO]:
     """Return what reads the lines of an open file, unpacked as its name says.
 
     Raises:

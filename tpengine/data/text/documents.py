@@ -104,8 +104,8 @@ class Documents:
                 yield from self._lines(sys.stdin.buffer, number, start)
             elif path.suffix == _PARQUET:
                 yield from self._rows(number, start.offset)
-            elif compressed.is_of_lines(path):
-                with path.open("rb") as raw, compressed.opened(raw, path) as file:
+            elif compressed.is_json_lines(path):
+                with path.open("rb") as raw, compressed.open_lines(raw, path) as file:
                     yield from self._lines(file, number, start, raw if compressed.is_compressed(path) else None)
             else:
                 yield from self._whole(number)
@@ -151,7 +151,7 @@ class Documents:
         """The documents of a parquet file's rows."""
         path, before = self.paths[number], self.num_read_bytes
         size = path.stat().st_size
-        for text, share in parquet.texts(path, self.field, row):
+        for text, share in parquet.parquet_texts(path, self.field, row):
             row += 1
             content = text.encode()
             self.num_read_bytes = before + int(size * share)

@@ -8,7 +8,7 @@ from pathlib import Path
 _ROWS_AT_ONCE = 1024
 
 
-def texts(path: Path, field: str, first: int = 0) -> Iterator[tuple[str, float]]:
+def parquet_texts(path: Path, field: str, first: int = 0) -> Iterator[tuple[str, float]]:
     """Yield the texts of a column, and which share of the rows has been read with each.
 
     Args:

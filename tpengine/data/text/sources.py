@@ -56,7 +56,7 @@ def find_files(
         _check_apart(sources, [path for path in found if not is_written(path)], out)
     paths = [path for path in found if out is None or not _belongs_to(path, out)]
     _check_once(paths)
-    for path in filter(compressed.is_refused, paths):
+    for path in filter(compressed.is_compressed_non_jsonl, paths):
         raise ValueError(
             f"a compressed file must be of JSON lines: {path} is not by its name: unpack it, or name it "
             f"{path.with_suffix('').stem}.jsonl{path.suffix.lower()} if it is, or leave it out with --pattern"
