@@ -14,7 +14,7 @@ from tpengine.data.order.position import Position
 from tpengine.data.samples.ahead import ReadAhead, StepSamples
 from tpengine.data.samples.reader import HeldOut, SampleReader
 from tpengine.data.samples.windows import Samples, batch_digest, first_sample_index
-from tpengine.data.text.sources import stdlib_text
+from tpengine.data.text_files import stdlib_text
 
 __all__ = [
     "CPU_SHARE",

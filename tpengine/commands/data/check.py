@@ -17,7 +17,7 @@ from tpengine.data.files.source_tokens import DocumentSourceTokens
 from tpengine.data.files.token_file import TokenFile
 from tpengine.data.fit.index import FitIndex, fit_command, indices_of, open_index
 from tpengine.data.fit.writing import is_fitted
-from tpengine.data.text.tokenizer import TextTokenizer
+from tpengine.data.tokenizer import TextTokenizer
 from tpengine.observe.safe_console import SafeConsole
 
 _TOKENS_AT_ONCE = 1 << 20

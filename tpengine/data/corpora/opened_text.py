@@ -20,7 +20,7 @@ from tpengine.data.files.stored_tokens import StoredTokens
 from tpengine.data.files.token_file import TextTokens, TokenFile
 from tpengine.data.fit.index import FitIndex, first_file
 from tpengine.data.samples.windows import HasDocuments
-from tpengine.data.text.sources import stdlib_text
+from tpengine.data.text_files import stdlib_text
 
 # A file system slower than this is treated as broken.
 _LEAST_BYTES_PER_S = 10e6

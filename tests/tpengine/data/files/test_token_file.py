@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tpengine.data import open_tokens, write_tokens
-from tpengine.data.text.documents import Documents
-from tpengine.data.text.encode import bytes_of
+from tpengine.data.documents import Documents
+from tpengine.data.encode import bytes_of
 
 HEADER = struct.Struct("<8sIIQQ")
 

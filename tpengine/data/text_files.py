@@ -1,7 +1,11 @@
-"""Where text comes from: files, those of directories, and the standard library, which every machine has."""
+"""Where text comes from: files, those of directories, and the standard library, which every machine has.
+
+A file that does not look like text is only warned of, since any bytes can be tokens.
+"""
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import sysconfig
@@ -11,7 +15,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.data.text import compressed
+from tpengine.data.documents import is_compressed_non_jsonl
+
+HEAD_BYTES = 1 << 13
+# As Perl's -T has it: of bytes that are no UTF-8, this share may be other than printable ASCII.
+_MOST_ODD = 0.3
+_PRINTABLE = frozenset((*range(32, 127), *b"\n\r\t\f\b\x1b"))
+_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)
 
 
 def stdlib_text() -> NDArray[np.uint8]:
@@ -56,7 +66,7 @@ def find_files(
         _check_apart(sources, [path for path in found if not is_written(path)], out)
     paths = [path for path in found if out is None or not _belongs_to(path, out)]
     _check_once(paths)
-    for path in filter(compressed.is_compressed_non_jsonl, paths):
+    for path in filter(is_compressed_non_jsonl, paths):
         raise ValueError(
             f"a compressed file must be of JSON lines: {path} is not by its name: unpack it, or name it "
             f"{path.with_suffix('').stem}.jsonl{path.suffix.lower()} if it is, or leave it out with --pattern"
@@ -108,3 +118,22 @@ def _check_once(paths: Iterable[Path]) -> None:
         first = seen.setdefault(path.resolve(), path)
         if first is not path:
             raise ValueError(f"--from must name a file once: {path} is {first} again: leave one out")
+
+
+def why_no_text(head: bytes) -> str:
+    """Return why bytes do not look like text; empty if they do.
+
+    Args: head: the first bytes of a file; of more than HEAD_BYTES the rest is not looked at.
+    """
+    head = head[:HEAD_BYTES]
+    if head.startswith(_BOMS):
+        return "it begins as UTF-16 or UTF-32 does: convert it to UTF-8"
+    if (place := head.find(0)) >= 0:
+        return f"byte {place} is zero"
+    try:
+        # The last character may be cut.
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+        odd = sum(byte < 32 and byte not in _PRINTABLE for byte in head)
+    except UnicodeDecodeError:
+        odd = sum(byte not in _PRINTABLE for byte in head)
+    return f"{odd} of its first {len(head)} bytes are no text" if odd > _MOST_ODD * len(head) else ""

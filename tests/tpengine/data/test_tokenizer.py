@@ -13,12 +13,12 @@ import pytest
 from support.architectures.trained_tokenizers import END, KINDS, hard_text, saved_tokenizer, trained
 from tokenizers import Tokenizer
 
-from tpengine.data.text import documents as documents_module
-from tpengine.data.text import encode as encode_module
-from tpengine.data.text.documents import Documents
-from tpengine.data.text.encode import tokens_of
-from tpengine.data.text.tokenizer import TextTokenizer
-from tpengine.data.text.windows import cut
+from tpengine.data import documents as documents_module
+from tpengine.data import encode as encode_module
+from tpengine.data.documents import Documents
+from tpengine.data.encode import tokens_of
+from tpengine.data.tokenizer import TextTokenizer
+from tpengine.data.windows import cut
 
 
 @pytest.mark.parametrize("kind", KINDS)

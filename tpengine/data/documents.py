@@ -1,23 +1,32 @@
 """Documents: a text file is one; of a .jsonl file, compressed or not, each line is one, of a .parquet file each row.
 
 A document comes in pieces of bytes, so that a text of many gigabytes is never in memory; a line or a row is one piece.
-What the bytes become, tokens of a tokenizer or tokens themselves, is decided in encode.py.
+Compressed lines are unpacked by the standard library (gzip) or by the library zstandard, rows are read by pyarrow; both
+are extras, imported when such a file comes. What the bytes become, tokens of a tokenizer or tokens themselves, is decided
+in encode.py.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gzip
+import io
 import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
-
-from tpengine.data.text import compressed, parquet
+from typing import Any, BinaryIO, NamedTuple
 
 PIPE = Path("-")
 _READ_BYTES = 1 << 20
 _PARQUET = ".parquet"
+_GZIP, _ZSTANDARD = ".gz", ".zst"
+_LINES = ".jsonl"
+_PACKED_BYTES = 1 << 16
+# Of zstd --long=31, the largest that there is; the library's own limit is 1 << 27.
+_MOST_WINDOW_BYTES = 1 << 31
+_ROWS_AT_ONCE = 1024
 
 
 class Place(NamedTuple):
@@ -104,9 +113,9 @@ class Documents:
                 yield from self._lines(sys.stdin.buffer, number, start)
             elif path.suffix == _PARQUET:
                 yield from self._rows(number, start.offset)
-            elif compressed.is_json_lines(path):
-                with path.open("rb") as raw, compressed.open_lines(raw, path) as file:
-                    yield from self._lines(file, number, start, raw if compressed.is_compressed(path) else None)
+            elif is_json_lines(path):
+                with path.open("rb") as raw, open_lines(raw, path) as file:
+                    yield from self._lines(file, number, start, raw if is_compressed(path) else None)
             else:
                 yield from self._whole(number)
 
@@ -151,7 +160,7 @@ class Documents:
         """The documents of a parquet file's rows."""
         path, before = self.paths[number], self.num_read_bytes
         size = path.stat().st_size
-        for text, share in parquet.parquet_texts(path, self.field, row):
+        for text, share in parquet_texts(path, self.field, row):
             row += 1
             content = text.encode()
             self.num_read_bytes = before + int(size * share)
@@ -203,3 +212,134 @@ def _skipped(file: BinaryIO, path: Path, start: Place) -> int:
             "others now: restore them, or remove what was begun and start again"
         )
     return check
+
+
+def is_json_lines(path: Path) -> bool:
+    """Whether a file is of JSON lines, by its name: x.jsonl, x.jsonl.gz, x.jsonl.zst."""
+    suffixes = path.suffixes
+    return suffixes[-1:] == [_LINES] or (suffixes[-2:-1] == [_LINES] and suffixes[-1] in (_GZIP, _ZSTANDARD))
+
+
+def is_compressed_non_jsonl(path: Path) -> bool:
+    """Whether a file is compressed, by its name, but not said to be of JSON lines: its bytes are nobody's text."""
+    return path.suffix.lower() in (_GZIP, _ZSTANDARD) and not is_json_lines(path)
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file of JSON lines has to be unpacked."""
+    return path.suffix != _LINES
+
+
+@contextlib.contextmanager
+def open_lines(raw: BinaryIO, path: Path) -> Iterator[BinaryIO]:
+    """Return what reads the lines of an open file, unpacked as its name says.
+
+    Raises:
+        ValueError: the library that unpacks it is not installed; the file is damaged, or cut short.
+    """
+    if not is_compressed(path):
+        yield raw
+        return
+    unpacking: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
+    try:
+        if path.suffix == _GZIP:
+            file: BinaryIO = gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[assignment]
+        else:
+            import zstandard
+
+            unpacking = (EOFError, zstandard.ZstdError)
+            decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW_BYTES)
+            file = io.BufferedReader(_Frames(raw, decompressor.decompressobj), 1 << 20)
+        with file:
+            yield file
+    except ImportError:
+        raise ValueError(
+            f"a file of zstandard needs the library of that name: it is not installed, for {path}: pip install "
+            "'tpengine[zstd]', or unpack the file"
+        ) from None
+    except unpacking as error:
+        raise ValueError(f"a compressed file must be whole: {path}: {str(error)[:120]!r}: copy it again") from None
+
+
+class _Frames(io.RawIOBase):
+    """Unpacks frames, one behind the other.
+
+    The library's own reader of streams takes a file that is cut short for one that ends.
+
+    Args:
+        raw: what is read.
+        unpacker: returns what unpacks the next frame.
+    """
+
+    def __init__(self, raw: BinaryIO, unpacker: Callable[[], Any]) -> None:
+        self._raw, self._unpacker = raw, unpacker
+        self._frame, self._packed, self._content = unpacker(), b"", memoryview(b"")
+        self._is_inside = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        while not self._content:
+            packed = self._packed or self._raw.read(_PACKED_BYTES)
+            if not packed:
+                if self._is_inside:
+                    raise EOFError("it ends inside a frame")
+                return 0
+            self._content, self._is_inside = memoryview(self._frame.decompress(packed)), True
+            self._packed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame, self._is_inside = self._unpacker(), False
+        size = min(len(into), len(self._content))
+        into[:size], self._content = self._content[:size], self._content[size:]
+        return size
+
+
+def parquet_texts(path: Path, field: str, first: int = 0) -> Iterator[tuple[str, float]]:
+    """Yield the texts of a column, and which share of the rows has been read with each.
+
+    Args:
+        path: the file.
+        field: the column.
+        first: row to begin with; the row groups before it are not read.
+
+    Raises:
+        ValueError: the library is not installed; no parquet file; no such column, or one of another type; a row without
+            a text.
+    """
+    try:
+        import pyarrow  # type: ignore[import-not-found, unused-ignore]
+        from pyarrow import parquet  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise ValueError(
+            f"a parquet file needs the library pyarrow: it is not installed, for {path}: pip install "
+            "'tpengine[parquet]'"
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = file.schema_arrow
+            kind = columns.field(field).type if field in columns.names else None
+            if kind is None or not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+                has = f"has {', '.join(map(repr, columns.names[:5]))}" if kind is None else f"has {kind} there"
+                raise ValueError(
+                    f"a parquet file must have a column of text {field!r}: {path} {has}: name the column with --field"
+                )
+            row = 0
+            for group in range(file.num_row_groups):
+                size = file.metadata.row_group(group).num_rows
+                if row + size <= first:
+                    row += size
+                    continue
+                for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[field]):
+                    for text in batch.column(0).to_pylist():
+                        row += 1
+                        if row <= first:
+                            continue
+                        if text is None:
+                            raise ValueError(
+                                f"a row of a parquet file must have a text in {field!r}: {path}, row {row} has none: "
+                                "leave it out, or name the column with --field"
+                            )
+                        yield text, row / max(1, file.metadata.num_rows)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"a parquet file must be whole: {path}: {str(error)[:120]!r}: copy it again") from None

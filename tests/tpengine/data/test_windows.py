@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from support.architectures.trained_tokenizers import KINDS, hard_text, long_words, saved_tokenizer
 
-from tpengine.data.text import windows as module
-from tpengine.data.text.tokenizer import TextTokenizer
-from tpengine.data.text.windows import Joining, Part, cut, encoded
+from tpengine.data import windows as module
+from tpengine.data.tokenizer import TextTokenizer
+from tpengine.data.windows import Joining, Part, cut, encoded
 
 WHOLE, SIZE, OVERLAP = 700, 400, 96
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.data.text.documents import Piece, Place
-from tpengine.data.text.tokenizer import TextTokenizer
-from tpengine.data.text.windows import Encoded, Joining, Part, Window, cut, encoded
+from tpengine.data.documents import Piece, Place
+from tpengine.data.tokenizer import TextTokenizer
+from tpengine.data.windows import Encoded, Joining, Part, Window, cut, encoded
 
 BYTE_VOCAB_SIZE = 256
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tpengine.data.text.documents import BEGINNING, Place
-from tpengine.data.text.tokenizer import TextTokenizer
+from tpengine.data.documents import BEGINNING, Place
+from tpengine.data.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
