@@ -20,7 +20,7 @@ from tpengine.data.files.token_file import TokenFile
 # 0.3 % reads 4 MB/s on an AMD EPYC. Beside a GPU cores are idle: 5 % reads 65 MB/s, little for a shared file system.
 CPU_SHARE, GPU_SHARE = 0.003, 0.05
 
-_PIECE_BYTES = 1 << 19
+_CHECKED_AT_ONCE_BYTES = 1 << 19
 _SECONDS_BETWEEN_LOOKS = 2.0
 _LAST_PIECE_SECONDS = 5.0
 
@@ -110,7 +110,7 @@ class ContentCheck:
         """Read a whole file and compare; True also when told to end before."""
         digest = hashlib.sha256()
         began = time.thread_time()
-        for piece in tokens.pieces(_PIECE_BYTES // tokens.dtype.itemsize):
+        for piece in tokens.pieces(_CHECKED_AT_ONCE_BYTES // tokens.dtype.itemsize):
             digest.update(piece)
             # Measured from the end of the last wait, so that the CPU time of waiting is counted too.
             used, began = time.thread_time() - began, time.thread_time()

@@ -23,7 +23,7 @@ from pathlib import Path
 from tpengine.data.files.stored_tokens import StoredTokens
 from tpengine.files import write_beside
 
-_PIECE_BYTES = 1 << 20
+_HASHED_AT_ONCE_BYTES = 1 << 20
 _HEX = re.compile("[0-9a-f]{64}")
 
 
@@ -34,7 +34,7 @@ def content_sha256(tokens: StoredTokens) -> str:
     Cost: one pass, 1.3 GB/s on an AMD EPYC.
     """
     digest = hashlib.sha256()
-    for piece in tokens.pieces(_PIECE_BYTES // tokens.dtype.itemsize):
+    for piece in tokens.pieces(_HASHED_AT_ONCE_BYTES // tokens.dtype.itemsize):
         digest.update(piece)
     return digest.hexdigest()
 

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.data.files.documents import Starts
-from tpengine.data.files.foreign.problems import REMEDY, opened, read, size_of
+from tpengine.data.files.foreign.problems import _REMEDY, _opened, _read, _size_of
 from tpengine.data.files.one_file import About, SourceFile, check_pieces, fingerprint_of
 from tpengine.data.files.stored_tokens import OpenFile, StoredTokens
 
-_END = np.dtype("<u8")
-_SIZES = (2, 4)
-_UNKNOWN = "Unknown Tokenizer"
+_DOCUMENT = np.dtype("<u8")
+_DATATROVE_SIZES = (2, 4)
+_DATATROVE_UNKNOWN = "Unknown Tokenizer"
 _MOST_METADATA_BYTES = 4096
 
 
@@ -36,30 +36,30 @@ def open_datatrove(path: Path) -> SourceFile:
     Raises:
         ValueError: an index or metadata that do not fit the file, in one line.
     """
-    file = opened(path, "a token file")
-    index = opened(path.with_name(f"{path.name}.index"), "datatrove's index")
+    file = _opened(path, "a token file")
+    index = _opened(path.with_name(f"{path.name}.index"), "datatrove's index")
     loss = path.with_name(f"{path.name}.loss")
     if loss.exists():
         raise ValueError(
             f"datatrove's ids must all be targets: {loss} says which are: remove it if all of them may be trained on"
         )
-    num_bytes, index_bytes = size_of(file), size_of(index)
-    if not index_bytes or index_bytes % _END.itemsize:
+    num_bytes, index_bytes = _size_of(file), _size_of(index)
+    if not index_bytes or index_bytes % _DOCUMENT.itemsize:
         raise ValueError(
-            f"datatrove's index has {_END.itemsize} bytes per document: {index.path} has {index_bytes}: {REMEDY}"
+            f"datatrove's index has {_DOCUMENT.itemsize} bytes per document: {index.path} has {index_bytes}: {_REMEDY}"
         )
-    starts = DatatroveStarts(index, index_bytes // _END.itemsize)
+    starts = DatatroveStarts(index, index_bytes // _DOCUMENT.itemsize)
     num_tokens = starts.end
-    tokenizer, size, said = _metadata(path.with_name(f"{path.name}.metadata"))
+    tokenizer, size, said = _datatrove_metadata(path.with_name(f"{path.name}.metadata"))
     if said is not None and said != num_tokens:
-        raise ValueError(f"datatrove's index and metadata must agree: {path}: {num_tokens} and {said} ids: {REMEDY}")
+        raise ValueError(f"datatrove's index and metadata must agree: {path}: {num_tokens} and {said} ids: {_REMEDY}")
     if not num_tokens:
         raise ValueError(f"a token file must hold at least 1 token: {path} has 0: leave it out")
-    sizes = [size] if size else _SIZES
+    sizes = [size] if size else _DATATROVE_SIZES
     if num_bytes not in [num_tokens * one for one in sizes]:
         raise ValueError(
             f"datatrove's {num_tokens} ids of {' or '.join(map(str, sizes))} bytes have "
-            f"{' or '.join(str(num_tokens * one) for one in sizes)} bytes: {path} has {num_bytes}: {REMEDY}"
+            f"{' or '.join(str(num_tokens * one) for one in sizes)} bytes: {path} has {num_bytes}: {_REMEDY}"
         )
     tokens = StoredTokens(file, np.dtype(f"<u{num_bytes // num_tokens}"), 0, num_tokens)
     check_pieces(starts)
@@ -76,7 +76,7 @@ class DatatroveStarts(Starts):
     """
 
     def __init__(self, index: OpenFile, count: int) -> None:
-        self._ends = StoredTokens(index, _END, 0, count)
+        self._ends = StoredTokens(index, _DOCUMENT, 0, count)
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -98,18 +98,18 @@ class DatatroveStarts(Starts):
         return int(self._ends[-1:][0])
 
 
-def _metadata(path: Path) -> tuple[str, int, int | None]:
+def _datatrove_metadata(path: Path) -> tuple[str, int, int | None]:
     """Return the tokenizer's name, the bytes per id and the number of ids; empty, 0, None where it is not said."""
     if not path.exists():
         return "", 0, None
-    content = read(opened(path, "datatrove's metadata"), 0, _MOST_METADATA_BYTES)
+    content = _read(_opened(path, "datatrove's metadata"), 0, _MOST_METADATA_BYTES)
     lines = content.decode(errors="replace").splitlines()
     name, bar, size = lines[0].rpartition("|") if lines else ("", "", "")
     count = lines[1] if len(lines) > 1 else ""
     # isdecimal() is true of digits that are not ASCII too; int() reads those.
-    if not bar or size not in map(str, _SIZES) or not (count.isdecimal() and len(count) < 20):
+    if not bar or size not in map(str, _DATATROVE_SIZES) or not (count.isdecimal() and len(count) < 20):
         raise ValueError(
             f"datatrove's metadata must be a line NAME|2 or NAME|4, then the number of ids: {path} has "
-            f"{'|'.join(lines[:2])[:80]!r}: {REMEDY}, or remove it"
+            f"{'|'.join(lines[:2])[:80]!r}: {_REMEDY}, or remove it"
         )
-    return "" if name.startswith(_UNKNOWN) else name, int(size), int(count)
+    return "" if name.startswith(_DATATROVE_UNKNOWN) else name, int(size), int(count)

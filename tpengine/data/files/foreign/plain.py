@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from tpengine.data.files.documents import DocumentStarts
-from tpengine.data.files.foreign.problems import REMEDY, opened, read, size_of
+from tpengine.data.files.foreign.problems import _REMEDY, _opened, _read, _size_of
 from tpengine.data.files.one_file import About, SourceFile, check_pieces, fingerprint_of
 from tpengine.data.files.stored_tokens import OpenFile, StoredTokens
 
-_DTYPES = {name: np.dtype(f"<u{size}") for name, size in (("uint8", 1), ("uint16", 2), ("uint32", 4))}
-_START = np.dtype("<u8")
-_MOST_BYTES = 1 << 16
-_KINDS: Mapping[str, type] = {
+_PLAIN_DTYPES = {name: np.dtype(f"<u{size}") for name, size in (("uint8", 1), ("uint16", 2), ("uint32", 4))}
+_DOCUMENT = np.dtype("<u8")
+_MOST_DESCRIPTION_BYTES = 1 << 16
+_DESCRIBED: Mapping[str, type] = {
     "dtype": str,
     "vocab_size": int,
     "tokenizer": str,
@@ -36,7 +36,11 @@ _KINDS: Mapping[str, type] = {
     "documents": str,
 }
 # Files that look plain and have a header of their own.
-_HEADERS = {b"\x93NUMPY": "numpy's header", b"PK\x03\x04": "the header of an archive", b"\x1f\x8b": "gzip's header"}
+_HEADERS_OF_OTHERS = {
+    b"\x93NUMPY": "numpy's header",
+    b"PK\x03\x04": "the header of an archive",
+    b"\x1f\x8b": "gzip's header",
+}
 
 
 def said_beside(path: Path) -> Path | None:
@@ -51,7 +55,7 @@ def is_list_of_documents(path: Path) -> bool:
     if said == path or not said.is_file():
         return False
     try:
-        return bool(_read(said).get("documents") == path.name)
+        return bool(_description(said).get("documents") == path.name)
     except ValueError:
         return False  # whoever opens the ids says what is wrong
 
@@ -66,69 +70,71 @@ def open_plain(path: Path, said: Path) -> SourceFile:
     Raises:
         ValueError: what is said is not right, or does not fit the file; one line.
     """
-    values = _read(said)
-    dtype = _DTYPES[values["dtype"]]
-    file = opened(path, "a token file")
-    num_bytes, start = size_of(file), read(file, 0, 8)
-    for magic, what in _HEADERS.items():
+    values = _description(said)
+    dtype = _PLAIN_DTYPES[values["dtype"]]
+    file = _opened(path, "a token file")
+    num_bytes, start = _size_of(file), _read(file, 0, 8)
+    for magic, what in _HEADERS_OF_OTHERS.items():
         if start.startswith(magic):
             raise ValueError(f"plain ids have no header: {path} begins with {what}: write the ids alone")
     num_tokens = num_bytes // dtype.itemsize
     if not num_tokens or num_bytes % dtype.itemsize or values.get("tokens", num_tokens) != num_tokens:
         raise ValueError(
             f"plain ids of {said}, {values.get('tokens', 'all')} of {dtype.itemsize} bytes, must be the whole file: "
-            f"{path} has {num_bytes} bytes: {REMEDY}"
+            f"{path} has {num_bytes} bytes: {_REMEDY}"
         )
     vocab_size = values.get("vocab_size", 0)
     about = About(
         values.get("begin"), values.get("end"), values.get("tokenizer", ""), values.get("tokenizer_sha256", "")
     )
     tokens = StoredTokens(file, dtype, 0, num_tokens)
-    files, starts = [file, opened(said, "what is said of plain ids")], None
+    files, starts = [file, _opened(said, "what is said of plain ids")], None
     if "documents" in values:
-        files.append(opened(path.with_name(values["documents"]), "the list of documents"))
-        starts = _starts(files[-1], num_tokens)
+        files.append(_opened(path.with_name(values["documents"]), "the list of documents"))
+        starts = _plain_documents(files[-1], num_tokens)
     return SourceFile(path, "plain", tokens, starts, vocab_size, about, "", fingerprint_of(*files))
 
 
-def _starts(file: OpenFile, num_tokens: int) -> DocumentStarts:
+def _plain_documents(file: OpenFile, num_tokens: int) -> DocumentStarts:
     """Return where documents begin, after checking pieces of the list."""
-    size = size_of(file)
-    if not size or size % _START.itemsize:
-        raise ValueError(f"a list of documents has {_START.itemsize} bytes for each: {file.path} has {size}: {REMEDY}")
-    starts = DocumentStarts(file, 0, size // _START.itemsize)
+    size = _size_of(file)
+    if not size or size % _DOCUMENT.itemsize:
+        raise ValueError(
+            f"a list of documents has {_DOCUMENT.itemsize} bytes for each: {file.path} has {size}: {_REMEDY}"
+        )
+    starts = DocumentStarts(file, 0, size // _DOCUMENT.itemsize)
     check_pieces(starts)
     first, last = int(starts[:1][0]), int(starts[-1:][0])
     if first or not last < num_tokens:
         raise ValueError(
             f"documents begin at token 0 and within the file's {num_tokens}: {file.path} has {first} to {last}: "
-            f"{REMEDY}"
+            f"{_REMEDY}"
         )
     return starts
 
 
-def _read(said: Path) -> dict[str, Any]:
+def _description(said: Path) -> dict[str, Any]:
     """Return what is said of plain ids, each value of its kind."""
-    content = read(opened(said, "what is said of plain ids"), 0, _MOST_BYTES + 1)
+    content = _read(_opened(said, "what is said of plain ids"), 0, _MOST_DESCRIPTION_BYTES + 1)
     try:
-        values = json.loads(content.decode()) if len(content) <= _MOST_BYTES else None
+        values = json.loads(content.decode()) if len(content) <= _MOST_DESCRIPTION_BYTES else None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"what is said of plain ids must be JSON: {said}: {str(error)[:120]!r}: correct it") from None
     problem = ""
     if not isinstance(values, dict):
-        problem = f"is no object of at most {_MOST_BYTES} bytes"
-    elif values.get("dtype") not in list(_DTYPES):
+        problem = f"is no object of at most {_MOST_DESCRIPTION_BYTES} bytes"
+    elif values.get("dtype") not in list(_PLAIN_DTYPES):
         problem = f"has dtype {values.get('dtype')!r}"
-    elif unknown := [name for name in values if name not in _KINDS]:
+    elif unknown := [name for name in values if name not in _DESCRIBED]:
         problem = f"has {unknown[0]!r}"
-    elif wrong := [name for name, value in values.items() if type(value) is not _KINDS[name]]:
+    elif wrong := [name for name, value in values.items() if type(value) is not _DESCRIBED[name]]:
         problem = f"has {wrong[0]} {str(values[wrong[0]])[:40]!r}"
     else:
         problem = _out_of_range(values)
     if problem:
         raise ValueError(
-            f"what is said of plain ids must be an object with dtype, one of {', '.join(_DTYPES)}, and at most "
-            f"{', '.join(name for name in _KINDS if name != 'dtype')}: {said} {problem}: correct it"
+            f"what is said of plain ids must be an object with dtype, one of {', '.join(_PLAIN_DTYPES)}, and at most "
+            f"{', '.join(name for name in _DESCRIBED if name != 'dtype')}: {said} {problem}: correct it"
         )
     assert isinstance(values, dict)
     return values
@@ -136,7 +142,7 @@ def _read(said: Path) -> dict[str, Any]:
 
 def _out_of_range(values: Mapping[str, Any]) -> str:
     """Return which value cannot be, if one cannot."""
-    vocab_size, most = values.get("vocab_size", 0), 256 ** _DTYPES[values["dtype"]].itemsize
+    vocab_size, most = values.get("vocab_size", 0), 256 ** _PLAIN_DTYPES[values["dtype"]].itemsize
     if "vocab_size" in values and not 1 <= vocab_size <= most:
         return f"has vocab_size {vocab_size}, of {values['dtype']}"
     for mark in ("begin", "end"):

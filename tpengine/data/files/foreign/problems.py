@@ -6,10 +6,10 @@ from pathlib import Path
 
 from tpengine.data.files.stored_tokens import OpenFile
 
-REMEDY = "copy it again, or write it with tpengine data"
+_REMEDY = "copy it again, or write it with tpengine data"
 
 
-def opened(path: Path, what: str) -> OpenFile:
+def _opened(path: Path, what: str) -> OpenFile:
     """Open a file.
 
     Args:
@@ -27,7 +27,7 @@ def opened(path: Path, what: str) -> OpenFile:
         raise ValueError(f"{what} must be readable: {path}: {error.strerror}: correct that, or leave it out") from None
 
 
-def read(file: OpenFile, offset: int, num_bytes: int) -> bytes:
+def _read(file: OpenFile, offset: int, num_bytes: int) -> bytes:
     """Read at a position; fewer bytes only at the end of the file.
 
     Raises:
@@ -39,7 +39,7 @@ def read(file: OpenFile, offset: int, num_bytes: int) -> bytes:
         raise ValueError(f"a token file must be readable: {file.path}: {error.strerror}: correct that") from None
 
 
-def size_of(file: OpenFile) -> int:
+def _size_of(file: OpenFile) -> int:
     """Return the file's size in bytes, as it is now.
 
     Raises:
