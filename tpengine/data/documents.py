@@ -2,8 +2,8 @@
 
 A document comes in pieces of bytes, so that a text of many gigabytes is never in memory; a line or a row is one piece.
 Compressed lines are unpacked by the standard library (gzip) or by the library zstandard, rows are read by pyarrow; both
-are extras, imported when such a file comes. What the bytes become, tokens of a tokenizer or tokens themselves, is decided
-in encode.py.
+are extras, imported when such a file comes. What the bytes become, tokens of a tokenizer or tokens themselves, is
+decided in encode.py.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A worker is `python -m tpengine.data.workers DIR SHA256`; what comes back is in the order of the batches. Both sides
 write frames: how many bytes follow, then those. A request is whether documents have several windows, how many windows,
-the bytes of each, and their texts in UTF-8. A reply begins with what it is: ids, ids with places, or a message; the first
-reply says that the tokenizer is the one that was meant. Nothing is pickled.
+the bytes of each, and their texts in UTF-8. A reply begins with what it is: ids, ids with places, or a message; the
+first reply says that the tokenizer is the one that was meant. Nothing is pickled.
 """
 
 from __future__ import annotations

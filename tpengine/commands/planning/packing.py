@@ -7,12 +7,12 @@ from tpkernels.work import visible_pairs
 
 from tpengine.config import Config
 from tpengine.data.corpora.text_corpus import num_trained_on
-from tpengine.data.files.documents import DocumentTokens
-from tpengine.data.files.source import open_text
-from tpengine.data.files.source_tokens import DocumentSourceTokens
 from tpengine.data.fit.index import open_index
 from tpengine.data.samples.fitted import fitted
 from tpengine.data.samples.windows import Samples
+from tpengine.data.source import open_text
+from tpengine.data.source_files import DocumentSourceTokens
+from tpengine.data.stored_tokens import DocumentTokens
 from tpengine.layout.step_plan import Layout
 from tpengine.plan import Kind, Plan
 from tpengine.simulate.machine import Machine

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from tpengine.config import Config
-from tpengine.data.files.token_file import TokenFile
 from tpengine.data.samples.reader import HeldOut, TrainingSamples
+from tpengine.data.token_file import TokenFile
 
 
 class Corpus(Protocol):

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from tpengine.config import Config
 from tpengine.data.corpora.opened_text import OpenedText, open_text
-from tpengine.data.files.token_file import TokenFile
 from tpengine.data.fit.index import FitIndex, open_index
 from tpengine.data.samples.fitted import fitted
 from tpengine.data.samples.windows import Samples
+from tpengine.data.token_file import TokenFile
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from tpengine.data.corpora.fingerprint import of_mixture, with_held_out
 from tpengine.data.corpora.held_out_text import HeldOutText, open_held_out
 from tpengine.data.corpora.opened_text import OpenedText
 from tpengine.data.corpora.text_corpus import TextCorpus
-from tpengine.data.files.token_file import TokenFile
 from tpengine.data.mixtures.samples import HeldOutSamples, MixtureSamples, evenly
 from tpengine.data.mixtures.shares import Mixture
 from tpengine.data.mixtures.table import SourceEntry, read_table
 from tpengine.data.samples.reader import HeldOut
+from tpengine.data.token_file import TokenFile
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tpengine.config import Config
+from tpengine.data.content import content_sha256, forget_on_host, note_sha256, noted_sha256, once_per_host
 from tpengine.data.corpora.fingerprint import of_files
-from tpengine.data.files.content.hash import content_sha256, forget_on_host, note_sha256, noted_sha256, once_per_host
-from tpengine.data.files.source import open_text as open_files
-from tpengine.data.files.source_tokens import SourceTokens
-from tpengine.data.files.stored_tokens import StoredTokens
-from tpengine.data.files.token_file import TextTokens, TokenFile
 from tpengine.data.fit.index import FitIndex, first_file
 from tpengine.data.samples.windows import HasDocuments
+from tpengine.data.source import open_text as open_files
+from tpengine.data.source_files import SourceTokens
+from tpengine.data.stored_tokens import StoredTokens
 from tpengine.data.text_files import stdlib_text
+from tpengine.data.token_file import TextTokens, TokenFile
 
 # A file system slower than this is treated as broken.
 _LEAST_BYTES_PER_S = 10e6

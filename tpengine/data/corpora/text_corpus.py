@@ -11,13 +11,12 @@ from tpengine.config import Config
 from tpengine.data.corpora.fingerprint import with_held_out
 from tpengine.data.corpora.held_out_text import HeldOutText, check_length, open_held_out
 from tpengine.data.corpora.opened_text import OpenedText, open_text
-from tpengine.data.files.documents import DocumentTokens
-from tpengine.data.files.source_tokens import DocumentSourceTokens, SourceTokens
-from tpengine.data.files.stored_tokens import StoredTokens
-from tpengine.data.files.token_file import TextTokens, TokenFile
 from tpengine.data.fit.index import FitIndex, open_index
 from tpengine.data.samples.fitted import fitted
 from tpengine.data.samples.windows import Samples
+from tpengine.data.source_files import DocumentSourceTokens, SourceTokens
+from tpengine.data.stored_tokens import DocumentTokens, StoredTokens
+from tpengine.data.token_file import TextTokens, TokenFile
 
 _END_TOKENS = 1 << 16
 

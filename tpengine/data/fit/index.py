@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from tpengine.config.settings import DEFAULT_SHARE_HELD_OUT
-from tpengine.data.files.source_tokens import SourceTokens
-from tpengine.data.files.stored_tokens import OpenFile, StoredTokens
-from tpengine.data.files.token_file import FIT_MAGIC, TokenFile
+from tpengine.data.source_files import SourceTokens
+from tpengine.data.stored_tokens import OpenFile, StoredTokens
+from tpengine.data.token_file import FIT_MAGIC, TokenFile
 
 MAGIC, VERSION = FIT_MAGIC, 1
 HEADER = struct.Struct("<8sIIQQQQQQ32s32s")

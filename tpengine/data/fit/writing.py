@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.data.files.documents import Starts
-from tpengine.data.files.token_file import TokenFile
 from tpengine.data.fit.best_fit import best_fit, pieces_of
 from tpengine.data.fit.index import END, HEADER, MAGIC, PIECE, VERSION, FitIndex, identity_of
+from tpengine.data.stored_tokens import Starts
+from tpengine.data.token_file import TokenFile
 from tpengine.files import written_beside
 
 # Documents that are fitted together, and their pieces, for which there must be memory (100 bytes each): enough that

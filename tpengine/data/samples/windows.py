@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL
-from tpengine.data.files.token_file import TextTokens
 from tpengine.data.order.permutation import permute, permute_one
 from tpengine.data.order.position import Position
 from tpengine.data.samples.reader import Batch, PackedBatch
+from tpengine.data.token_file import TextTokens
 
 
 @runtime_checkable

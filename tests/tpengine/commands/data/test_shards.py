@@ -24,7 +24,7 @@ from tpengine.commands.data.shards import Shards
 from tpengine.data import encode, open_source, open_tokens
 from tpengine.data.documents import BEGINNING
 from tpengine.data.encode import Chunk
-from tpengine.data.files.one_file import About
+from tpengine.data.source_files import About
 
 
 def content_of(path: Path) -> dict[str, bytes]:

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from tpengine.commands.data.fit import fit_data
 from tpengine.config import Config, DataConfig, ModelConfig, TrainConfig, phases_of
 from tpengine.data import StoredTokens, change_of, open_corpora, open_corpus, write_tokens
-from tpengine.data.files.content.hash import content_sha256
-from tpengine.data.files.source import open_text
+from tpengine.data.content import content_sha256
 from tpengine.data.fit import writing
 from tpengine.data.fit.best_fit import best_fit
 from tpengine.data.fit.index import open_index
+from tpengine.data.source import open_text
 
 LENGTHS = [5, 3, 20, 8, 1, 7, 8, 2, 9, 4, 30, 6, 5]
 

@@ -23,8 +23,8 @@ from support.engine.foreign_tokens import (
     write_plain,
 )
 
-from tpengine.data.files.one_file import SourceFile
-from tpengine.data.files.source import Source, open_file, open_source
+from tpengine.data.source import Source, open_file, open_source
+from tpengine.data.source_files import SourceFile
 
 
 def starts_of(documents: list[list[int]]) -> list[int]:

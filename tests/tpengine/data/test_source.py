@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from support.engine.foreign_tokens import write_datatrove, write_megatron, write_plain
 
 from tpengine.config import Config, DataConfig, ModelConfig, TrainConfig
-from tpengine.data import ContentCheck, open_corpus, open_source, write_tokens
+from tpengine.data import ContentCheck, open_corpus, open_source, stored_tokens, write_tokens
+from tpengine.data import stored_tokens as documents
 from tpengine.data.corpora.text_corpus import num_trained_on
-from tpengine.data.files import documents, stored_tokens
-from tpengine.data.files.find import files_of
-from tpengine.data.files.one_file import About
-from tpengine.data.files.source import open_text
-from tpengine.data.files.source_tokens import DocumentSourceTokens
+from tpengine.data.source import files_of, open_text
+from tpengine.data.source_files import About, DocumentSourceTokens
 
 FORMATS = ("ours", "megatron", "datatrove", "plain")
 

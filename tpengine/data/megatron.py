@@ -18,23 +18,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.data.files.documents import Starts
-from tpengine.data.files.foreign.problems import _REMEDY, _opened, _read, _size_of
-from tpengine.data.files.one_file import About, SourceFile, fingerprint_of, pieces_of
-from tpengine.data.files.stored_tokens import OpenFile, StoredTokens
+from tpengine.data.foreign import REMEDY, open_foreign, read_foreign, size_of_foreign
+from tpengine.data.source_files import About, SourceFile, fingerprint_of, pieces_of
+from tpengine.data.stored_tokens import OpenFile, Starts, StoredTokens
 
-_MEGATRON_HEADER = struct.Struct("<9sQBQQ")
-_MEGATRON_MAGIC = b"MMIDIDX\0\0"
+_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\0\0"
 # Ids are never below 0, so that the types with a sign are read without: what is damaged is found beyond the vocabulary.
-_MEGATRON_DTYPES: Mapping[int, np.dtype[Any]] = {
+_DTYPES: Mapping[int, np.dtype[Any]] = {
     1: np.dtype("<u1"),
     3: np.dtype("<u2"),
     4: np.dtype("<u4"),
     5: np.dtype("<u8"),
     8: np.dtype("<u2"),
 }
-_MEGATRON_LENGTH, _MEGATRON_PLACE = np.dtype("<i4"), np.dtype("<i8")
-_MEGATRON_MOST_SPREAD = 64
+_LENGTH, _PLACE = np.dtype("<i4"), np.dtype("<i8")
+_MOST_SPREAD = 64
 
 
 def is_megatron(path: Path) -> bool:
@@ -48,27 +47,21 @@ def open_megatron(path: Path) -> SourceFile:
     Raises:
         ValueError: an index that does not fit the file, in one line.
     """
-    index = _opened(path.with_suffix(".idx"), "Megatron's index")
-    file = _opened(path, "a token file")
-    header = _read(index, 0, _MEGATRON_HEADER.size)
-    if len(header) < _MEGATRON_HEADER.size or not header.startswith(_MEGATRON_MAGIC):
-        raise ValueError(
-            f"Megatron's index starts with {_MEGATRON_MAGIC!r}: {index.path} with {header[:9]!r}: {_REMEDY}"
-        )
-    _, version, code, num_sequences, num_borders = _MEGATRON_HEADER.unpack(header)
+    index = open_foreign(path.with_suffix(".idx"), "Megatron's index")
+    file = open_foreign(path, "a token file")
+    header = read_foreign(index, 0, _HEADER.size)
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise ValueError(f"Megatron's index starts with {_MAGIC!r}: {index.path} with {header[:9]!r}: {REMEDY}")
+    _, version, code, num_sequences, num_borders = _HEADER.unpack(header)
     if version != 1:
-        raise ValueError(f"Megatron's index must be of version 1: {index.path} has {version}: {_REMEDY}")
-    if code not in _MEGATRON_DTYPES:
+        raise ValueError(f"Megatron's index must be of version 1: {index.path} has {version}: {REMEDY}")
+    if code not in _DTYPES:
         raise ValueError(
-            f"Megatron's ids must be uint8, int16, int32, int64 or uint16, codes {', '.join(map(str, _MEGATRON_DTYPES))}: "
-            f"{index.path} has code {code}: {_REMEDY}"
+            f"Megatron's ids must be uint8, int16, int32, int64 or uint16, codes {', '.join(map(str, _DTYPES))}: "
+            f"{index.path} has code {code}: {REMEDY}"
         )
-    size, dtype = _size_of(index), _MEGATRON_DTYPES[code]
-    expected = (
-        _MEGATRON_HEADER.size
-        + num_sequences * (_MEGATRON_LENGTH.itemsize + _MEGATRON_PLACE.itemsize)
-        + num_borders * _MEGATRON_PLACE.itemsize
-    )
+    size, dtype = size_of_foreign(index), _DTYPES[code]
+    expected = _HEADER.size + num_sequences * (_LENGTH.itemsize + _PLACE.itemsize) + num_borders * _PLACE.itemsize
     if num_sequences and size == expected + num_sequences:
         raise ValueError(
             f"Megatron's index must be of text alone: {index.path} says of each of its {num_sequences} sequences "
@@ -77,9 +70,9 @@ def open_megatron(path: Path) -> SourceFile:
     if size != expected:
         raise ValueError(
             f"Megatron's index of {num_sequences} sequences and {num_borders} borders of documents has {expected} "
-            f"bytes: {index.path} has {size}, {'cut short' if size < expected else 'damaged'}: {_REMEDY}"
+            f"bytes: {index.path} has {size}, {'cut short' if size < expected else 'damaged'}: {REMEDY}"
         )
-    num_bytes = _size_of(file)
+    num_bytes = size_of_foreign(file)
     if num_borders < 2 or not num_sequences or not num_bytes:
         raise ValueError(
             f"a token file must hold at least 1 token in a document: {path} has {num_bytes} bytes, {num_sequences} "
@@ -103,12 +96,12 @@ class MegatronStarts(Starts):
     """
 
     def __init__(self, index: OpenFile, itemsize: int, num_sequences: int, num_borders: int) -> None:
-        lengths, self._itemsize = _MEGATRON_HEADER.size, itemsize
-        places = lengths + num_sequences * _MEGATRON_LENGTH.itemsize
-        borders = places + num_sequences * _MEGATRON_PLACE.itemsize
-        self._lengths = StoredTokens(index, _MEGATRON_LENGTH, lengths, num_sequences)
-        self._places = StoredTokens(index, _MEGATRON_PLACE, places, num_sequences)
-        self._borders = StoredTokens(index, _MEGATRON_PLACE, borders, num_borders)
+        lengths, self._itemsize = _HEADER.size, itemsize
+        places = lengths + num_sequences * _LENGTH.itemsize
+        borders = places + num_sequences * _PLACE.itemsize
+        self._lengths = StoredTokens(index, _LENGTH, lengths, num_sequences)
+        self._places = StoredTokens(index, _PLACE, places, num_sequences)
+        self._borders = StoredTokens(index, _PLACE, borders, num_borders)
 
     def __len__(self) -> int:
         return len(self._borders) - 1
@@ -123,16 +116,16 @@ class MegatronStarts(Starts):
         if low < 0 or high > num_sequences:
             raise ValueError(
                 f"Megatron's documents must begin at one of its {num_sequences} sequences: {self.path}: one of "
-                f"documents {begin} to {end - 1} at {low if low < 0 else high}: {_REMEDY}"
+                f"documents {begin} to {end - 1} at {low if low < 0 else high}: {REMEDY}"
             )
-        if high - low <= _MEGATRON_MOST_SPREAD * len(first):
+        if high - low <= _MOST_SPREAD * len(first):
             places = self._place_of(low, high + 1)[first - low]
         else:
             places = np.concatenate([self._place_of(number, number + 1) for number in first.tolist()])
         if (places % self._itemsize).any() or places.min() < 0:
             raise ValueError(
                 f"Megatron's documents must begin at whole ids of {self._itemsize} bytes: {self.path}: one of "
-                f"documents {begin} to {end - 1} does not: {_REMEDY}"
+                f"documents {begin} to {end - 1} does not: {REMEDY}"
             )
         return places // self._itemsize
 
@@ -160,17 +153,17 @@ class MegatronStarts(Starts):
             raise ValueError(
                 f"Megatron's sequences must be all of its ids: {self.path} has them from byte "
                 f"{self._places[:1][0]} to {ends} of {num_bytes}, "
-                f"{'ids are cut short' if num_bytes < ends else 'of other files'}: {_REMEDY}"
+                f"{'ids are cut short' if num_bytes < ends else 'of other files'}: {REMEDY}"
             )
         if int(self._borders[:1][0]) != 0 or int(self._borders[-1:][0]) != num_sequences:
             raise ValueError(
                 f"Megatron's documents must be all of its {num_sequences} sequences: {self.path} has them from "
-                f"sequence {self._borders[:1][0]} to {self._borders[-1:][0]}: {_REMEDY}"
+                f"sequence {self._borders[:1][0]} to {self._borders[-1:][0]}: {REMEDY}"
             )
-        for low, high in pieces_of(num_sequences * _MEGATRON_PLACE.itemsize):
-            self.check_sequences(low // _MEGATRON_PLACE.itemsize, high // _MEGATRON_PLACE.itemsize)
-        for low, high in pieces_of(len(self._borders) * _MEGATRON_PLACE.itemsize):
-            self.check_borders(low // _MEGATRON_PLACE.itemsize, high // _MEGATRON_PLACE.itemsize)
+        for low, high in pieces_of(num_sequences * _PLACE.itemsize):
+            self.check_sequences(low // _PLACE.itemsize, high // _PLACE.itemsize)
+        for low, high in pieces_of(len(self._borders) * _PLACE.itemsize):
+            self.check_borders(low // _PLACE.itemsize, high // _PLACE.itemsize)
 
     def check_sequences(self, begin: int, end: int) -> None:
         """Raise ValueError unless sequences begin, begin + 1, ... and the one behind them follow each other."""
@@ -181,7 +174,7 @@ class MegatronStarts(Starts):
             at = int(wrong[0])
             raise ValueError(
                 f"Megatron's sequences must follow each other: {self.path}: sequence {begin + at} of {lengths[at]} ids "
-                f"of {self._itemsize} bytes begins at byte {places[at]} and the next one at {places[at + 1]}: {_REMEDY}"
+                f"of {self._itemsize} bytes begins at byte {places[at]} and the next one at {places[at + 1]}: {REMEDY}"
             )
 
     def check_borders(self, begin: int, end: int) -> None:
@@ -192,5 +185,5 @@ class MegatronStarts(Starts):
             at = int(wrong[0])
             raise ValueError(
                 f"documents must begin one behind the other: {self.path}: document {begin + at} begins with sequence "
-                f"{borders[at]} and the next one with {borders[at + 1]}: {_REMEDY}"
+                f"{borders[at]} and the next one with {borders[at + 1]}: {REMEDY}"
             )
