@@ -129,7 +129,7 @@ def _is_companion(path: Path) -> bool:
     if path.suffix in (".index", ".metadata", ".loss"):
         return name.endswith((".ds.index", ".ds.metadata", ".ds.loss"))
     if path.suffix == ".fit":
-        # NAME.S.fit, see fit/index.py; also one whose text is no longer there.
+        # NAME.S.fit, see fit_index.py; also one whose text is no longer there.
         return path.with_suffix("").with_suffix("").is_file() or _begins_with(path, FIT_MAGIC)
     if path.suffix == ".json":
         return path.with_suffix("").is_file() or any(

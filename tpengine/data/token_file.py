@@ -33,7 +33,7 @@ from tpengine.files import written_beside
 MAGIC, VERSION, WITH_DOCUMENTS = b"TPTOKENS", 1, 2
 HEADER = struct.Struct("<8sIIQQ32s")
 HEADER_BYTES = HEADER.size
-# Of indices of fitted samples (fit/index.py), which lie beside token files and are none.
+# Of indices of fitted samples (fit_index.py), which lie beside token files and are none.
 FIT_MAGIC = b"TPFITIDX"
 # Of version 2, behind the first; then zeros.
 MORE = struct.Struct("<QQqqQ32s32s128s")

@@ -1,7 +1,7 @@
 """The batch of a step: this rank's micro-batches, and the reports of all ranks on theirs, exchanged in one gather.
 
 A rank reads windows if its stage needs their tokens (the model's first chunk) or their labels (its last); the others
-read nothing. A thread reads them while the steps before compute (data/samples/ahead.py). Every rank then reports to all
+read nothing. A thread reads them while the steps before compute (data/ahead.py). Every rank then reports to all
 others whether it read, a digest of its windows, and the number of valid targets. From the reports each rank computes on
 its device whether the batch is usable, and reads that at the end of the step, together with the loss. Until then a rank
 that cannot read its file computes with zeros. No rank applies the update of a batch that is not usable.

@@ -32,11 +32,11 @@ from tpengine.data import (
     TokenFile,
     open_corpus,
     open_tokens,
+    opened_text,
     stdlib_text,
     write_tokens,
 )
 from tpengine.data.content import content_sha256, note_sha256, noted_sha256, once_per_host
-from tpengine.data.corpora import opened_text
 
 HEADER_BEFORE = struct.Struct("<8sIIQQ")
 TOKENS = np.arange(400_000) % 251

@@ -18,9 +18,9 @@ from support.engine.foreign_tokens import write_datatrove, write_megatron, write
 from tpengine.config import Config, DataConfig, ModelConfig, TrainConfig
 from tpengine.data import ContentCheck, open_corpus, open_source, stored_tokens, write_tokens
 from tpengine.data import stored_tokens as documents
-from tpengine.data.corpora.text_corpus import num_trained_on
 from tpengine.data.source import files_of, open_text
 from tpengine.data.source_files import About, DocumentSourceTokens
+from tpengine.data.text_corpus import num_trained_on
 
 FORMATS = ("ours", "megatron", "datatrove", "plain")
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from tpengine.data import open_source
 from tpengine.data.content import content_sha256
-from tpengine.data.fit.index import FitIndex, fit_command, indices_of, open_index
-from tpengine.data.fit.writing import is_fitted
+from tpengine.data.fit_index import FitIndex, fit_command, indices_of, open_index
+from tpengine.data.fitting import is_fitted
 from tpengine.data.source import open_text
 from tpengine.data.source_files import DocumentSourceTokens, SourceFile
 from tpengine.data.stored_tokens import DocumentTokens

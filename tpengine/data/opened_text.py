@@ -1,7 +1,7 @@
 """A text, opened: its tokens with the hash of their content, what identifies them, and the files they are read from.
 
 What is trained on and what is held out of it is decided in text_corpus.py; a text may also be held out as a whole
-(held_out_text.py).
+(text_corpus.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tpengine.config import Config
 from tpengine.data.content import content_sha256, forget_on_host, note_sha256, noted_sha256, once_per_host
-from tpengine.data.corpora.fingerprint import of_files
-from tpengine.data.fit.index import FitIndex, first_file
-from tpengine.data.samples.windows import HasDocuments
+from tpengine.data.fingerprint import of_files
+from tpengine.data.fit_index import FitIndex, first_file
+from tpengine.data.samples import HasDocuments
 from tpengine.data.source import open_text as open_files
 from tpengine.data.source_files import SourceTokens
 from tpengine.data.stored_tokens import StoredTokens

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from tpengine.commands.data.fit import fit_data
 from tpengine.config import Config, DataConfig, ModelConfig, TrainConfig, phases_of
-from tpengine.data import StoredTokens, change_of, open_corpora, open_corpus, write_tokens
+from tpengine.data import StoredTokens, change_of, fitting, open_corpora, open_corpus, write_tokens
 from tpengine.data.content import content_sha256
-from tpengine.data.fit import writing
-from tpengine.data.fit.best_fit import best_fit
-from tpengine.data.fit.index import open_index
+from tpengine.data.fit_index import open_index
+from tpengine.data.fitting import best_fit
 from tpengine.data.source import open_text
 
 LENGTHS = [5, 3, 20, 8, 1, 7, 8, 2, 9, 4, 30, 6, 5]
@@ -84,7 +83,7 @@ def test_another_index_of_the_same_text_is_named_on_resume(tmp_path: Path, monke
             fit_data(config.data.path, "8", 0.2)
             before = open_corpus(config).fingerprint()
             assert change_of(before, open_corpus(config).fingerprint()) is None
-            patch.setattr(writing, "WINDOW", 2)
+            patch.setattr(fitting, "WINDOW", 2)
             fit_data(config.data.path, "8", 0.2)
         change = change_of(before, open_corpus(config).fingerprint())
         assert change is not None and change.what == "the fit index"
@@ -98,8 +97,8 @@ def test_a_window_has_few_pieces_or_is_one_document(tmp_path: Path, monkeypatch:
         windows.append(len(lengths))
         return best_fit(lengths, capacity)
 
-    monkeypatch.setattr(writing, "WINDOW_PIECES", 3)
-    monkeypatch.setattr(writing, "best_fit", noted)
+    monkeypatch.setattr(fitting, "WINDOW_PIECES", 3)
+    monkeypatch.setattr(fitting, "best_fit", noted)
     path = written(tmp_path / "t")
     # Of the lengths 5, 3 | 20 | 8, 1, 7 | 8, 2, 9 ... in samples of 8; the documents held out begin anew.
     assert windows == [2, 3, 3, 2, 3, 4, 2]

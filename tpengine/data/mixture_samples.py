@@ -15,11 +15,9 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.data.mixtures.shares import Mixture
-from tpengine.data.mixtures.table import SourceEntry
-from tpengine.data.order.position import Position
-from tpengine.data.samples.reader import Batch, PackedBatch
-from tpengine.data.samples.windows import Samples
+from tpengine.data.mixture import Mixture, SourceEntry
+from tpengine.data.order import Position
+from tpengine.data.samples import Batch, PackedBatch, Samples
 
 
 class _OfSources:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL
 from tpengine.data import ReadAhead, Samples, batch_digest, open_tokens, write_tokens
-from tpengine.data.order.position import Position
-from tpengine.data.samples.reader import PackedBatch
+from tpengine.data.order import Position
+from tpengine.data.samples import PackedBatch
 
 
 def samples_of(path: Path, num_tokens: int = 4_000) -> Samples:

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL
-from tpengine.data.samples.reader import SampleReader
-from tpengine.data.samples.windows import batch_digest
+from tpengine.data.samples import SampleReader, batch_digest
 
 Numbers = NDArray[np.int64]
 # A file system that does not answer must not keep a run from ending.

@@ -11,14 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tpengine.config import Config, num_evaluated
-from tpengine.data.corpora.fingerprint import of_mixture, with_held_out
-from tpengine.data.corpora.held_out_text import HeldOutText, open_held_out
-from tpengine.data.corpora.opened_text import OpenedText
-from tpengine.data.corpora.text_corpus import TextCorpus
-from tpengine.data.mixtures.samples import HeldOutSamples, MixtureSamples, evenly
-from tpengine.data.mixtures.shares import Mixture
-from tpengine.data.mixtures.table import SourceEntry, read_table
-from tpengine.data.samples.reader import HeldOut
+from tpengine.data.fingerprint import of_mixture, with_held_out
+from tpengine.data.mixture import Mixture, SourceEntry, read_table
+from tpengine.data.mixture_samples import HeldOutSamples, MixtureSamples, evenly
+from tpengine.data.opened_text import OpenedText
+from tpengine.data.samples import HeldOut
+from tpengine.data.text_corpus import HeldOutText, TextCorpus, open_held_out
 from tpengine.data.token_file import TokenFile
 
 

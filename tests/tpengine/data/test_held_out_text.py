@@ -12,7 +12,7 @@ import pytest
 from tpengine.commands.data.fit import fit_data
 from tpengine.config import Config, DataConfig, ModelConfig, TrainConfig, phases_of, validate_run
 from tpengine.data import Corpus, change_of, open_corpora, open_corpus, write_tokens
-from tpengine.data.corpora.mixture_corpus import MixtureCorpus
+from tpengine.data.mixture_corpus import MixtureCorpus
 from tpengine.data.source_files import About
 
 # Ids say where a token is from: below 100 what is trained on, from 100 on what is held out.

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpengine.data.fit.best_fit import best_fit, pieces_of
+from tpengine.data.fitting import best_fit, pieces_of
 
 
 def searched(lengths: list[int], capacity: int) -> list[int]:

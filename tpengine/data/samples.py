@@ -1,24 +1,84 @@
-"""Samples: windows of a text, in the order in which they are read.
+"""Samples of a text, read by their numbers: its windows, or whole documents as an index puts them together.
 
-Nothing here has state: the order of samples is a function of (seed, global sample index) alone, so every layout of
-ranks, and every restart, reads the same global batches. The trainer turns the arrays into tensors.
+What training asks of samples, also of those of a mixture, is said first. Nothing here has state: the order of samples
+is a function of (seed, global sample index) alone, so every layout of ranks, and every restart, reads the same global
+batches. The trainer turns the arrays into tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL
-from tpengine.data.order.permutation import permute, permute_one
-from tpengine.data.order.position import Position
-from tpengine.data.samples.reader import Batch, PackedBatch
+from tpengine.data.fit_index import FittedPart, Piece
+from tpengine.data.order import Position, permute, permute_one
 from tpengine.data.token_file import TextTokens
+
+# tokens[count, S] and labels[count, S], int64.
+Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
+# These, and where documents begin in each sample.
+PackedBatch = tuple[NDArray[np.int64], NDArray[np.int64], list[NDArray[np.int64]]]
+# What padding is made of: its labels do not count, and no document sees it.
+_PADDING = 0
+
+
+class SampleReader(Protocol):
+    """Samples that are read by their numbers, as Samples and MixtureSamples are; it has no state."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sample."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether a sample is documents that do not see each other."""
+
+    @property
+    def num_windows(self) -> int:
+        """Number of different samples."""
+
+    def batch(self, first_sample_index: int, count: int) -> Batch:
+        """Read samples first_sample_index, first_sample_index + 1, ..."""
+
+    def read(self, samples: NDArray[np.int64]) -> Batch:
+        """Read samples by their numbers; see Samples.read."""
+
+    def document_starts(self, samples: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Return where documents begin in samples; see Samples.document_starts."""
+
+    def read_with_starts(self, samples: NDArray[np.int64]) -> PackedBatch:
+        """Read samples, and where documents begin in them; see Samples.read_with_starts."""
+
+
+class TrainingSamples(SampleReader, Protocol):
+    """What a run trains on."""
+
+    def progress(self, position: Position) -> dict[str, float]:
+        """Return what a row of metrics says of the sources at a position; nothing of a text."""
+
+
+class HeldOut(SampleReader, Protocol):
+    """What is held out: samples 0, 1, ... are those that a loss is computed on first.
+
+    Attributes:
+        names: of the sources; one without a name, for a text.
+        shares: of each in the loss of the whole.
+    """
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def shares(self) -> Sequence[float]: ...
+
+    def place(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the source of each sample, and the sample's number in that source."""
 
 
 @runtime_checkable
@@ -213,3 +273,63 @@ def first_sample_index(
     """
     global_micro_batch = dp_rank * num_micro_batches + micro_batch
     return (step * dp * num_micro_batches + global_micro_batch) * micro_batch_size
+
+
+@dataclass(frozen=True)
+class FittedSamples(Samples):
+    """The samples that an index makes of one part of a text.
+
+    A document of at most S tokens is in a sample as a whole; of a longer one each S tokens are a sample, and what is
+    left is fitted. The label of a document's last token is ignored; behind a piece it is the document's next token.
+    Padding is one more document, whose labels are ignored.
+
+    Attributes:
+        part: which documents each sample has; of this part of the text, and of this seq_len.
+    """
+
+    part: FittedPart = field(kw_only=True)
+
+    @property
+    def num_windows(self) -> int:
+        """The number of samples."""
+        return self.part.num_samples
+
+    def read_with_starts(self, samples: NDArray[np.int64]) -> PackedBatch:
+        """See Samples.read_with_starts."""
+        fitted = self._fitted(samples)
+        tokens = np.full((len(fitted), self.seq_len), _PADDING, dtype=np.int64)
+        labels = np.full_like(tokens, IGNORED_LABEL)
+        for row, pieces in enumerate(fitted):
+            place = 0
+            for start, length, goes_on in pieces:
+                text = self.tokens[start : start + length + goes_on]
+                if text.max() >= self.vocab_size:
+                    raise ValueError(self._beyond([(start, start + length + goes_on)]))
+                tokens[row, place : place + length] = text[:length]
+                labels[row, place : place + len(text) - 1] = text[1:]
+                place += length
+        if self.ignore_token is not None:
+            labels[labels == self.ignore_token] = IGNORED_LABEL
+        return tokens, labels, [self._starts_in(pieces) for pieces in fitted]
+
+    def document_starts(self, samples: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """See Samples.document_starts; padding begins as a document does."""
+        return [self._starts_in(pieces) for pieces in self._fitted(samples)]
+
+    def _fitted(self, samples: NDArray[np.int64]) -> list[list[Piece]]:
+        if not self.num_windows:
+            raise ValueError(
+                f"fitted samples must have a document: {self.part.path} has none of this part of the text: use more "
+                "text, or another held_out_fraction"
+            )
+        return [self.part.sample(number) for number in self._windows(samples)]
+
+    def _starts_in(self, pieces: Sequence[Piece]) -> NDArray[np.int64]:
+        ends = np.cumsum([piece.length for piece in pieces])
+        return ends[ends < self.seq_len]
+
+
+def fitted(samples: Samples, part: FittedPart) -> FittedSamples:
+    """Return samples of a part of a text as an index fits them, with all else as it is."""
+    values = {each.name: getattr(samples, each.name) for each in fields(Samples)}
+    return FittedSamples(**values, part=part)

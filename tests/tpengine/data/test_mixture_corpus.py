@@ -12,8 +12,8 @@ from support.mixtures import APART, mixed_config, write_mixture
 
 from tpengine.config import Config, phases_of, validate_run
 from tpengine.data import Position, ReadAhead, change_of, open_corpora, open_corpus, write_tokens
-from tpengine.data.corpora.mixture_corpus import MixtureCorpus
-from tpengine.data.mixtures.samples import evenly
+from tpengine.data.mixture_corpus import MixtureCorpus
+from tpengine.data.mixture_samples import evenly
 from tpengine.data.source_files import About
 
 # 100 and 40 tokens; held out are the last documents: 20 and 10 tokens.

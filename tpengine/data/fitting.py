@@ -1,6 +1,10 @@
-"""Write the index of fitted samples: windows of documents, one after the other, so that memory does not grow.
+"""Fit documents into samples: which pieces of text share one, so that little of it stays empty; and write the index.
 
-One text has one index of a length and a held-out part, so whether an index is right is seen by fitting again.
+The longest pieces are placed first, each into the sample in which the least room stays behind it; a new sample is begun
+only where none has room. Source: Ding et al., "Fewer Truncations Improve Language Modeling", ICML 2024, section 3.
+
+Documents are fitted in windows, one after the other, so that memory does not grow. One text has one index of a length
+and a held-out part, so whether an index is right is seen by fitting again.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.data.fit.best_fit import best_fit, pieces_of
-from tpengine.data.fit.index import END, HEADER, MAGIC, PIECE, VERSION, FitIndex, identity_of
+from tpengine.data.fit_index import END, HEADER, MAGIC, PIECE, VERSION, FitIndex, identity_of
 from tpengine.data.stored_tokens import Starts
 from tpengine.data.token_file import TokenFile
 from tpengine.files import written_beside
@@ -27,6 +31,71 @@ from tpengine.files import written_beside
 # be called wrong, so they need another VERSION.
 WINDOW = 1 << 16
 WINDOW_PIECES = 1 << 20
+
+
+def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """Put pieces into samples.
+
+    Args:
+        lengths: of the pieces, at least 1 and at most `capacity`.
+        capacity: tokens of a sample.
+
+    Returns: the sample of each piece, int64; numbered in the order of their first pieces.
+    Cost: 1 to 3 us per piece on an AMD EPYC, however long samples are; 0.2 us for one that is a whole sample.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    of_piece = np.empty(len(lengths), dtype=np.int64)
+    # Whole samples are the first in that order, and leave no room: a long document has many of them.
+    num_samples = int(np.count_nonzero(lengths == capacity))
+    of_piece[order[:num_samples]] = np.arange(num_samples)
+    order = order[num_samples:]
+    # The samples with room, by how much they have, and these rooms in ascending order.
+    with_room: dict[int, list[int]] = {}
+    rooms: list[int] = []
+    for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        place = bisect_left(rooms, length)
+        if place < len(rooms):
+            room = rooms[place]
+            sample = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[place]
+        else:
+            sample, room = num_samples, capacity
+            num_samples += 1
+        of_piece[piece] = sample
+        left = room - length
+        if left in with_room:
+            with_room[left].append(sample)
+        elif left:
+            with_room[left] = [sample]
+            insort(rooms, left)
+    return _in_order_of_first(of_piece)
+
+
+def pieces_of(
+    starts: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Cut documents that are longer than a sample: whole samples from the document's beginning, then what is left.
+
+    Args:
+        starts, lengths: of the documents, at least 1 token each.
+        capacity: tokens of a sample.
+
+    Returns: starts and lengths of the pieces, and 1 for those behind which their document goes on, else 0; int64.
+    """
+    of_document = -(-lengths // capacity)
+    document = np.repeat(np.arange(len(lengths)), of_document)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(of_document) - of_document, of_document)
+    behind = lengths[document] - number * capacity
+    return starts[document] + number * capacity, np.minimum(behind, capacity), (behind > capacity).astype(np.int64)
+
+
+def _in_order_of_first(of_piece: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Number samples anew in the order of their first pieces: those that are read first must not be the fullest."""
+    _, firsts, inverse = np.unique(of_piece, return_index=True, return_inverse=True)
+    numbers = np.empty(len(firsts), dtype=np.int64)
+    numbers[np.argsort(firsts)] = np.arange(len(firsts))
+    return numbers[inverse]
 
 
 class Fitted(NamedTuple):

@@ -25,12 +25,10 @@ from torch import Tensor
 from tpengine.commands.data.fit import fit_data
 from tpengine.config import IGNORED_LABEL, Config, ParallelConfig, phases_of, validate_run
 from tpengine.data import Corpus, Position, open_corpora
-from tpengine.data.corpora.mixture_corpus import MixtureCorpus
-from tpengine.data.mixtures.samples import MixtureSamples
-from tpengine.data.mixtures.shares import Mixture
-from tpengine.data.mixtures.table import read_table
-from tpengine.data.samples.reader import PackedBatch
-from tpengine.data.samples.windows import Samples
+from tpengine.data.mixture import Mixture, read_table
+from tpengine.data.mixture_corpus import MixtureCorpus
+from tpengine.data.mixture_samples import MixtureSamples
+from tpengine.data.samples import PackedBatch, Samples
 from tpengine.distributed.mesh import Coordinates, Shape
 from tpengine.training.step_batch import BatchReader, Report
 
@@ -150,7 +148,7 @@ def check_epochs(drawn: Draw, directory: Path) -> None:
             now = of_source[epoch * num : (epoch + 1) * num]
             firsts = sorted(now[:, 0].tolist())
             if drawn.packing == "fit":
-                # Which documents they are: samples/test_fitted.py.
+                # Which documents they are: test_samples.py.
                 assert len(set(firsts)) == num and firsts == sorted(of_source[:num, 0].tolist())
             else:
                 assert firsts == [window * drawn.seq_len for window in range(num)]
