@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.config.toml_file import read_toml
+from tpengine.config.toml import read_toml
 from tpengine.data.order import permute
 from tpengine.spelling import did_you_mean
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from tpengine.config import Config, validate_run
-from tpengine.config.toml import load_toml, updated
-from tpengine.config.toml_file import read_toml
+from tpengine.config.toml import load_toml, read_toml, updated
 from tpengine.data.mixture import read_table
 from tpengine.simulate.machine.file import machine_of_values, machine_values, read_machine
 from tpengine.simulate.machine.sheets import MACHINES

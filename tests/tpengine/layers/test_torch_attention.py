@@ -21,7 +21,7 @@ from tpkernels.ops.matmul.tuned import TunedAttention, TunedFile, written
 from tpengine.architectures import describe
 from tpengine.architectures.registry import BUILT_IN
 from tpengine.config import ModelConfig
-from tpengine.config.details import ModelDetails
+from tpengine.config.settings import ModelDetails
 from tpengine.layers import attention
 from tpengine.layers import torch_attention as layer
 from tpengine.layers.attention import Attention, Scores

@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import ModelConfig
-from tpengine.config.details import ModelDetails
+from tpengine.config.settings import ModelDetails
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.norm import Norm, RMSNorm
 from tpengine.model import block as block_module

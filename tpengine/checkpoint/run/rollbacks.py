@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tpengine.config.step_numbers import index_of, numbered
+from tpengine.config.lengths import index_of, numbered
 from tpengine.files import write_beside
 
 FILE_NAME = "rollbacks.jsonl"

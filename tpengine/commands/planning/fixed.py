@@ -9,7 +9,8 @@ from typing import Any
 
 from tpengine.advice.question import AXES
 from tpengine.commands.parsing import count
-from tpengine.config.rules import MOST_CHUNKS, MOST_RANKS, MOST_SEQUENCES
+from tpengine.config.ranges import MOST_CHUNKS, MOST_SEQUENCES
+from tpengine.config.rules import MOST_RANKS
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
 
 # A range names at most so many values.

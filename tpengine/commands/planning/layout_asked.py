@@ -6,7 +6,7 @@ import math
 
 from tpengine.advice.candidates import Candidate
 from tpengine.advice.question import Question
-from tpengine.config.nearest import divisors, nearest_of
+from tpengine.config.ranges import divisors, nearest_of
 from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.plan import SCHEDULES
 

@@ -33,7 +33,7 @@ from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tpengine.config.toml_file import read_toml
+from tpengine.config.toml import read_toml
 from tpengine.simulate.machine.curve import Curve
 from tpengine.simulate.machine.link import Link
 from tpengine.simulate.machine.machine import Machine

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tpengine.config.step_numbers import numbered
+from tpengine.config.lengths import numbered
 from tpengine.plan.actions import COMPUTE, Kind
 from tpengine.simulate.profiles.fields import WrongProfile, count_of, each, name_of, number_of, shown
 

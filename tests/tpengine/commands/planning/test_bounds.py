@@ -13,7 +13,7 @@ from tpengine.advice.candidates import shapes
 from tpengine.advice.question import Question
 from tpengine.cli import main
 from tpengine.config import Config, validate
-from tpengine.config.nearest import divisors, nearest_multiples, nearest_of
+from tpengine.config.ranges import divisors, nearest_multiples, nearest_of
 from tpengine.simulate.machine import MACHINES
 
 # A prime, a power of two that some settings take, and what nobody counts to.

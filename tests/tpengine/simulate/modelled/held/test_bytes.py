@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tpengine.config import Config, ModelConfig, TrainConfig
-from tpengine.config.details import ModelDetails
+from tpengine.config.settings import ModelDetails
 from tpengine.layers import vocab_parallel_cross_entropy
 from tpengine.layers.attention import Rotation, tables_of
 from tpengine.layers.collectives import Communicator
