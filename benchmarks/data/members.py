@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from tpengine.config import Config
 from tpengine.data import Samples, open_corpus, open_source
-from tpengine.data.text.documents import Documents
-from tpengine.data.text.encode import tokens_of
-from tpengine.data.text.tokenizer import TextTokenizer
+from tpengine.data.documents import Documents
+from tpengine.data.encode import tokens_of
+from tpengine.data.tokenizer import TextTokenizer
 from tpengine.training.trainer import Trainer
 
 _CPU = torch.device("cpu")

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from tpkernels.exchange.communicator import Communicator
 
 from benchmarks.data_parallel.options import CHECKED_STEPS, Options
 from benchmarks.harness import resident_memory
 from tpengine.data_parallel import DataParallel, ShardedOptimizer
-from tpengine.layers.collectives import Communicator
 
 # Of a weight's largest change. The order of sums explains less than 1e-4.
 _TOLERANCE = 1e-3

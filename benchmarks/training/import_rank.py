@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
+from tpkernels.exchange.communicator import Communicator
 
 from benchmarks.harness import resident_memory
 from tpengine.architectures.model_path import model_at
@@ -30,7 +31,6 @@ from tpengine.distributed.mesh import Shape, build_mesh
 from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.names import stored_of
 from tpengine.hugging_face.read import BoxReader
-from tpengine.layers.collectives import Communicator
 from tpengine.layout.step_plan import layout_of
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer

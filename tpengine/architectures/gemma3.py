@@ -18,7 +18,7 @@ from tpengine.architectures.describe import (
     sandwich_norm,
 )
 from tpengine.config import ModelConfig
-from tpengine.config.details import ModelDetails
+from tpengine.config.settings import ModelDetails
 
 _NORM = Norm("rms_offset")
 

@@ -19,7 +19,7 @@ from tpengine.architectures.describe import (
     vocab,
 )
 from tpengine.config import ModelConfig
-from tpengine.config.details import ModelDetails
+from tpengine.config.settings import ModelDetails
 
 TABLE = {
     "wte": vocab.of("embed_tokens"),

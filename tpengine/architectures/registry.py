@@ -12,7 +12,7 @@ from tpengine.architectures import gemma3, gpt2, llama, mistral, qwen2, qwen3
 from tpengine.architectures.describe import Architecture, ConfigJson
 from tpengine.architectures.describe.table import Found, check_table, find
 from tpengine.config import ModelConfig
-from tpengine.config.rules import check_model_sizes
+from tpengine.config.ranges import check_model_sizes
 from tpengine.spelling import use
 
 BUILT_IN: dict[str, Architecture] = {

@@ -1,20 +1,11 @@
 """The configuration of a run, and which configurations are legal. No torch.
 
-settings.py      the settings: dataclasses, nothing else
-amounts.py       lengths in steps or in tokens
-dtypes.py        dtypes by all of their names
-lengths.py       a step by its sequences, a run by its tokens or epochs
-nearest.py       legal values near a wrong one
-details.py       what an architecture adds to the sizes of a model, out of its config.json
-detail_rules.py  the ranges of those numbers
-rules.py         which values are legal, and how sizes that were left out are filled in
-spikes.py        what is done about a step that leaps, and what counts as one
-phases.py        the phases of a run: their steps, their settings, where their samples begin
-step_numbers.py  how files and lines count steps
-toml.py          a configuration written as TOML and read back
-toml_file.py     a TOML file, read
-presets.py       named runs
-exact_sizes.py   how exact mode cuts model and batch, independently of the layout
+settings.py     the settings: dataclasses, nothing else; what an architecture adds; what train.spike says dtypes.py
+dtypes by all of their names lengths.py      lengths in steps or tokens; a step by its sequences, a run by its tokens or
+epochs; how steps are counted ranges.py       which values are legal by themselves, and legal ones near a wrong one
+rules.py        which are legal together, and how sizes that were left out are filled in phases.py       the phases of a
+run: their steps, their settings, where their samples begin toml.py         a configuration written as TOML and read
+back presets.py      named runs exact_sizes.py  how exact mode cuts model and batch, independently of the layout
 """
 
 from tpengine.config.exact_sizes import num_blocks, num_shards_of, shards_said
@@ -27,11 +18,12 @@ from tpengine.config.settings import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
+    SpikeRule,
     TrainConfig,
     decay_steps_of,
     num_evaluated,
+    spike_rule_of,
 )
-from tpengine.config.spikes import SpikeRule, spike_rule_of
 
 __all__ = [
     "IGNORED_LABEL",

@@ -1,30 +1,120 @@
 """How large a step and how long a run is, where they are said by what matters: sequences of a step, tokens, epochs.
 
+A length is in steps or in tokens: 2000, "4e9 tokens", "500M tokens", 2B.
+
     train.global_batch    decides train.num_micro_batches, once dp is known
     train.tokens          decides train.steps, once the tokens of a step are known
     train.epochs          decides train.steps, once the text is known, too (commands/arguments.py)
 
 What is decided takes the place of what was said: a run's config.toml has numbers of micro-batches and of steps. A
 resume in another layout keeps the product of micro-batches and replicas, and the steps, so batch and end stay.
+
+In files and lines a step has the number of steps that are finished when it is, as its checkpoint has. So the first step
+is 1, and the last one of `--train.steps 250` is 250: in metrics.jsonl, samples.jsonl, skipped.jsonl, rollbacks.jsonl
+and profile.json, in what a run prints, and in the names of checkpoints. In the code a step is an index from 0, which
+decides its samples and its learning rate.
+
+Files of earlier versions counted from 0, and are still read. A line of JSON says what it counts from. Rows of
+metrics.jsonl do not, because other programs read them: a file that has a row of step 0 counts from 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from decimal import Decimal
+from typing import Any, NamedTuple
 
-from tpengine.config.amounts import tokens_of
 from tpengine.config.settings import Config, TrainConfig
 
+_FORM = re.compile(r"([0-9]{1,19}(?:\.[0-9]{0,9})?(?:e\+?[0-9]{1,2})?) *([kmbt]?) *(steps?|tokens?)?", re.IGNORECASE)
+_TIMES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+# Nobody trains as many steps, so that without a word these are tokens; 2k may be either.
+_OF_TOKENS = ("m", "b", "t")
+_MOST = 2**62
 # Of a run; of a step and replica.
 MOST_STEPS = 2**40
 MOST_MICRO_BATCHES = 2**14
-
 # Settings that say the same: the first is what a run has, the others decide it.
 _SAY_THE_SAME = (("num_micro_batches", "global_batch"), ("steps", "tokens", "epochs"))
 # Those others, and their values where nothing is said.
 DECIDING = {name: getattr(TrainConfig(), name) for _, *deciding in _SAY_THE_SAME for name in deciding}
+_FIRST = 1
+
+
+class Amount(NamedTuple):
+    """A length.
+
+    Attributes:
+        number: at least 0.
+        unit: "steps" or "tokens".
+    """
+
+    number: int
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.number} {self.unit}"
+
+
+def amount_of(value: object, key: str) -> Amount:
+    """Read a length in steps or tokens.
+
+    Args:
+        value: a number of steps, or a text: a number, maybe with k, M, B or T for thousands to millions of millions,
+            and "steps" or "tokens". 2M, 2B and 2T alone are tokens.
+        key: for the message.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if type(value) is int and value < 0:
+        raise ValueError(f"{key} must be at least 0: got {value}: use 0")
+    rule = f'{key} must be a number of steps, or of tokens: got {_shown(value)}: use 2000 or "4e9 tokens"'
+    number, letter, word = _parts(value, rule)
+    if not word and letter == "k":
+        raise ValueError(f'{key} must say of what it is: got {value!r}: use "{value} tokens" or "{value} steps"')
+    return Amount(number, "tokens" if word == "tokens" or (not word and letter in _OF_TOKENS) else "steps")
+
+
+def tokens_of(value: object, key: str) -> int:
+    """Read a number of tokens: 2000000, or a text as "2e9 tokens", 2B, 500M.
+
+    Args: value: of the setting. key: for the message.
+
+    Raises:
+        ValueError: anything else.
+    """
+    rule = f'{key} must be a number of tokens, at least 0: got {_shown(value)}: use 2000000, 2B or "4e9 tokens"'
+    number, _, word = _parts(value, rule)
+    if word == "steps":
+        raise ValueError(rule)
+    return number
+
+
+def _parts(value: object, rule: str) -> tuple[int, str, str]:
+    """Return a number, the letter that it was written with, and the word behind it: steps, tokens or none.
+
+    Raises: ValueError: `rule`: it is no such text, no whole number, or too large.
+    """
+    # true and 1.0 are numbers of Python, too.
+    match = _FORM.fullmatch(str(value).strip()) if type(value) in (int, str) else None
+    if match is None:
+        raise ValueError(rule)
+    letter, word = match[2].lower(), (match[3] or "").lower()
+    # A float has not the digits of every whole number.
+    number = Decimal(match[1]) * _TIMES[letter]
+    if number > _MOST or number != int(number):
+        raise ValueError(rule)
+    return int(number), letter, f"{word.removesuffix('s')}s" if word else ""
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)[:60]
 
 
 def last_said(config: Config, given: Collection[str], where: str) -> Config:
@@ -122,3 +212,26 @@ def with_epochs(config: Config, num_sequences: int) -> Config:
             f"{batch} per step: use train.epochs {MOST_STEPS * batch / num_sequences:.0f} or fewer"
         )
     return replace(config, train=replace(train, steps=max(1, steps), epochs=0.0))
+
+
+def numbered(index: int) -> dict[str, int]:
+    """Return how JSON names a step that is given from 0."""
+    return {"step": index + _FIRST, "counted_from": _FIRST}
+
+
+def index_of(value: Mapping[str, Any]) -> int:
+    """Return the step that JSON names, from 0.
+
+    Raises:
+        ValueError: it names none.
+        KeyError, TypeError: as ValueError.
+    """
+    step, first = value["step"], value.get("counted_from", 0)
+    if type(step) is not int or first not in (0, _FIRST) or step < first:
+        raise ValueError(f"{step!r} is no step, counted from {first!r}")
+    return step - int(first)
+
+
+def first_of_rows(rows: Iterable[Mapping[str, Any]]) -> int:
+    """Return what the rows of a metrics.jsonl count steps from."""
+    return 0 if any(row.get("step") == 0 for row in rows) else _FIRST

@@ -20,12 +20,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from tpengine.config.amounts import Amount, amount_of, tokens_of
-from tpengine.config.lengths import with_batch, with_steps
-from tpengine.config.rules import check_ranges, resolve_layout, validate
+from tpengine.config.lengths import Amount, amount_of, tokens_of, with_batch, with_steps
+from tpengine.config.ranges import check_ranges
+from tpengine.config.rules import resolve_layout, validate
 from tpengine.config.settings import Config, DataConfig, OptimConfig, num_evaluated
-from tpengine.config.toml import updated
-from tpengine.config.toml_file import read_toml
+from tpengine.config.toml import read_toml, updated
 from tpengine.spelling import did_you_mean
 
 _OF_RATE = ("lr", "schedule", "warmup_steps", "decay_steps", "decay_from", "min_lr_ratio")

@@ -1,6 +1,7 @@
-"""Which settings are legal: every rule a user can break, checked before any process group exists.
+"""Which settings are legal together: every rule a user can break, checked before any process group exists.
 
-A broken rule is reported in one line: the rule, the values and the nearest legal choice.
+Which values are legal by themselves is in ranges.py. A broken rule is reported in one line: the rule, the values and
+the nearest legal choice.
 """
 
 from __future__ import annotations
@@ -8,36 +9,30 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tpengine.config.amounts import Amount, amount_of, tokens_of
-from tpengine.config.detail_rules import check_details
 from tpengine.config.exact_sizes import MOST_SHARDS, largest_dp, num_shards_of
-from tpengine.config.lengths import MOST_MICRO_BATCHES, MOST_STEPS, with_batch
-from tpengine.config.nearest import divisors, nearest_multiples, nearest_of
+from tpengine.config.lengths import Amount, amount_of, with_batch
+from tpengine.config.ranges import (
+    check_model,
+    check_ranges,
+    divisors,
+    legal_heads,
+    nearest_multiples,
+    nearest_of,
+    shares_heads,
+)
 from tpengine.config.settings import (
     DEFAULT_SHARE_HELD_OUT,
     Config,
     DataConfig,
-    ModelConfig,
     ParallelConfig,
     TrainConfig,
     round_up,
+    spike_rule_of,
 )
-from tpengine.config.spikes import spike_rule_of
 from tpengine.plan import Schedule, make_schedule
-from tpengine.spelling import choose
-
-# Of a model.
-MOST_LAYERS = 2**14
-# Of a pipeline rank; of a micro-batch; of a step.
-MOST_CHUNKS = 2**10
-MOST_SEQUENCES = 2**16
-MOST_BATCH = 2**32
-
 
 # The sizes of a layout, and the most processes that are counted with.
 _SIZES = ("tp", "pp", "dp")
@@ -106,7 +101,7 @@ def validate(config: Config, world_size: int) -> Config:
     _check_after_checkpoint(config.train)
     _check_checkpoints(config.train)
     profiled_steps(config)
-    _check_model(config.model)
+    check_model(config.model)
     _check_attention(config)
     config = with_batch(replace(config, parallel=resolve_layout(config.parallel, world_size)))
     _check_learning_rate(config)
@@ -284,109 +279,6 @@ ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS = 2, 3
 # A dropout mask can distinguish this many.
 _MOST_MICRO_BATCHES = 2**24
 
-# Open bounds, written as the nearest closed bounds.
-_POSITIVE, _BELOW_ONE = math.ulp(0.0), math.nextafter(1.0, 0.0)
-
-# Smallest and largest legal value by key; None for no bound.
-RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType(
-    {
-        "model.hidden_size": (1, 2**20),
-        "model.num_layers": (1, MOST_LAYERS),
-        "model.num_heads": (1, 2**16),
-        "model.num_kv_heads": (1, 2**16),
-        "model.ffn_size": (1, 2**22),
-        "model.vocab_size": (2, 2**32),
-        "model.rope_theta": (1, None),
-        "model.norm_eps": (0, None),
-        "model.residual_dropout": (0, _BELOW_ONE),
-        "model.attention_dropout": (0, _BELOW_ONE),
-        "model.mlp_dropout": (0, _BELOW_ONE),
-        "parallel.chunks_per_rank": (1, MOST_CHUNKS),
-        "parallel.bucket_bytes": (1, 2**62),
-        "parallel.memory_limit": (0, 2**62),
-        "train.seq_len": (1, 2**24),
-        "train.micro_batch_size": (1, MOST_SEQUENCES),
-        "train.num_micro_batches": (1, MOST_MICRO_BATCHES),
-        "train.global_batch": (0, MOST_BATCH),
-        "train.steps": (1, MOST_STEPS),
-        "train.epochs": (0, 2**30),
-        "train.seed": (0, 2**63 - 1),
-        "train.eval_micro_batches": (0, 2**14),
-        "train.eval_samples": (0, 2**30),
-        "train.sample_tokens": (0, 2**20),
-        "train.eval_every": (0, 2**40),
-        "train.sample_every": (0, 2**40),
-        "train.checkpoint_every": (0, 2**40),
-        "train.keep_checkpoints": (1, 2**20),
-        "train.keep_every": (0, 2**40),
-        "train.nonfinite_steps": (1, 2**20),
-        "train.check_replicas_every": (0, 2**40),
-        "train.timeout_seconds": (0, None),
-        "data.held_out_fraction": (0, 0.9),
-        "optim.lr": (_POSITIVE, None),
-        "optim.beta1": (0, _BELOW_ONE),
-        "optim.beta2": (0, _BELOW_ONE),
-        "optim.eps": (_POSITIVE, None),
-        "optim.weight_decay": (0, None),
-        "optim.min_lr_ratio": (0, 1),
-        "optim.clip_norm": (0, None),
-    }
-)
-
-
-def check_model_sizes(model: ModelConfig) -> None:
-    """Check the sizes of a model by themselves, as `validate` does.
-
-    Raises:
-        ValueError: as validate.
-    """
-    check_ranges(Config(model=model))
-    _check_model(model)
-
-
-def check_ranges(config: Config) -> None:
-    """Raise ValueError for the first setting whose value is none by itself, whatever the others are."""
-    tokens_of(config.train.tokens, "train.tokens")
-    for key, (low, high) in RANGES.items():
-        section, name = key.split(".")
-        value = getattr(getattr(config, section), name)
-        default = getattr(getattr(Config(), section), name)
-        if value is None:
-            continue
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{key} must be finite: got {value}: use {default}")
-        if low is not None and value < low:
-            rule, nearest = ("positive", default) if low == _POSITIVE else (f"at least {low}", low)
-            raise ValueError(f"{key} must be {rule}: got {value}: use {nearest}")
-        if high is not None and value > high:
-            rule, nearest = ("below 1", default) if high == _BELOW_ONE else (f"at most {high}", high)
-            raise ValueError(f"{key} must be {rule}: got {value}: use {nearest}")
-    check_details(config.model)
-    for owner, section, name in (
-        (config.parallel, "parallel.", "tp_comm"),
-        (config.parallel, "parallel.", "recompute"),
-        (config.parallel, "parallel.", "gathered"),
-        (config.parallel, "parallel.", "zero"),
-        (config.parallel, "parallel.", "residency"),
-        (config.train, "train.", "dtype"),
-        (config.train, "train.", "reduction"),
-        (config.train, "train.", "attention"),
-        (config.optim, "optim.", "schedule"),
-        (config, "", "device"),
-    ):
-        key, value = section + name, getattr(owner, name)
-        choices = typing.get_args(typing.get_type_hints(type(owner))[name])
-        if value not in choices:
-            raise ValueError(
-                f"{key} must be one of {', '.join(map(str, choices))}: got {value!r}: {choose(value, choices)}"
-            )
-    token, vocab = config.data.ignore_token, config.model.vocab_size
-    if token is not None and not 0 <= token < vocab:
-        raise ValueError(
-            f"data.ignore_token must be a token of the vocabulary: got {token}, vocab_size {vocab}: "
-            f"use 0 to {vocab - 1}"
-        )
-
 
 def _check_learning_rate(config: Config) -> None:
     optim = config.optim
@@ -404,25 +296,6 @@ def _check_learning_rate(config: Config) -> None:
         raise ValueError(
             f"a schedule's decay must begin before its end: optim.decay_from {begin}, optim.decay_steps {end}: use "
             f"optim.decay_from {end.number * 4 // 5}{' tokens' * (end.unit == 'tokens')} or another optim.decay_steps"
-        )
-
-
-def _check_model(model: ModelConfig) -> None:
-    d, heads, kv = model.hidden_size, model.num_heads, model.num_kv_heads
-    if model.details.head_size % 2:
-        raise ValueError(
-            f"a head's size must be even: config.json has head_dim {model.details.head_size}: use another model"
-        )
-    if not model.details.head_size and (d % heads or model.head_size % 2):
-        raise ValueError(
-            f"hidden_size must be num_heads times an even head size: hidden_size {d}, num_heads {heads}: "
-            f"use {nearest_multiples('hidden_size', d, 2 * heads)}, or "
-            f"{nearest_of('num_heads', heads, _legal_heads(model, 1))}"
-        )
-    if heads % kv:
-        raise ValueError(
-            f"num_heads must be divisible by num_kv_heads: num_heads {heads}, num_kv_heads {kv}: "
-            f"use {nearest_of('num_kv_heads', kv, divisors(heads))}"
         )
 
 
@@ -444,7 +317,7 @@ def _check_layout(config: Config) -> None:
     # The sizes of a model that a directory has are no settings: there the layout alone can change.
     is_open = not model.path
     if model.num_heads % tp:
-        other = f", or {nearest_of('num_heads', model.num_heads, _legal_heads(model, tp))}"
+        other = f", or {nearest_of('num_heads', model.num_heads, legal_heads(model, tp))}"
         raise ValueError(
             f"num_heads must be divisible by tp: num_heads {model.num_heads}, tp {tp}: use "
             f"{nearest_of('tp', tp, divisors(math.gcd(model.num_heads, world_size)))}"
@@ -458,8 +331,8 @@ def _check_layout(config: Config) -> None:
             f"{other if is_open else ''}"
         )
     kv = model.num_kv_heads
-    if not _shares_heads(kv, tp):
-        sharing = [of for of in divisors(math.gcd(model.num_heads, world_size)) if _shares_heads(kv, of)]
+    if not shares_heads(kv, tp):
+        sharing = [of for of in divisors(math.gcd(model.num_heads, world_size)) if shares_heads(kv, of)]
         remedy = nearest_of("num_kv_heads", kv, _legal_kv_heads(kv, tp)) if is_open else nearest_of("tp", tp, sharing)
         raise ValueError(f"num_kv_heads must divide tp or be divisible by it: num_kv_heads {kv}, tp {tp}: use {remedy}")
     tokens = train.micro_batch_size * train.seq_len
@@ -516,16 +389,6 @@ def _check_exact(config: Config, tp: int, dp: int) -> None:
         )
 
 
-def _legal_heads(model: ModelConfig, tp: int) -> list[int]:
-    """Return the numbers of query heads that width, KV heads and tp allow."""
-    even = divisors(model.hidden_size // 2) if model.hidden_size % 2 == 0 else ()
-    return [heads for heads in even if heads % model.num_kv_heads == 0 and heads % tp == 0]
-
-
 def _legal_kv_heads(kv: int, tp: int) -> list[int]:
     """Return numbers of KV heads that divide tp or are divisible by it: all that are near `kv`."""
     return [*divisors(tp), *(multiple for multiple in (kv // tp * tp, round_up(kv, tp)) if multiple)]
-
-
-def _shares_heads(num_kv_heads: int, tp: int) -> bool:
-    return num_kv_heads % tp == 0 or tp % num_kv_heads == 0

@@ -1,22 +1,90 @@
 """The configuration of a run: dataclasses of settings, nothing else.
 
 rules.py says which values are legal, toml.py how they are written as TOML, and commands/arguments.py parses the command
-line.
+line. What an architecture adds to the sizes of a model (ModelDetails) are numbers out of its config.json, which are no
+settings: they stand in config.toml under [model.details], so that a run continues without the directory it began from.
+
+`train.spike` says what is done about a step whose loss or gradient norm leaps, and what counts as a leap:
+
+    skip | rollback | stop, then how many spreads above the median are a leap, then the steps that median and spread are
+    of: "skip", "rollback 20", "stop 10 64"
+
+How steps are judged is in training/update/spikes.py.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple, cast, get_args
 
-from tpengine.config.details import ModelDetails
 from tpengine.config.dtypes import Dtype
+from tpengine.spelling import meant
 
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
 # The label of a target that is not counted in the loss: torch's convention.
 IGNORED_LABEL = -100
 # data.held_out_fraction, where nothing else is held out.
 DEFAULT_SHARE_HELD_OUT = 0.05
+Action = Literal["skip", "rollback", "stop"]
+_ACTIONS: tuple[str, ...] = get_args(Action)
+_FORM = re.compile(r"([a-z]+)(?: +([0-9]{1,6}(?:\.[0-9]{1,6})?))?(?: +([0-9]{1,6}))?")
+# Fewer steps have no spread to speak of; the window is in every checkpoint.
+_FEWEST_STEPS, _MOST_STEPS = 4, 10_000
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are changed for sequences longer than those of the first training.
+
+    The names are those of config.json; each kind reads its own.
+
+    Attributes:
+        rope_type: default changes nothing.
+        factor: how many times as long sequences become.
+        original_max_position_embeddings: tokens of the sequences of the first training.
+        low_freq_factor, high_freq_factor: of llama3: turns over such a sequence below and above which a frequency is
+            divided by the factor, and kept.
+        beta_fast, beta_slow: the same of yarn, high and low.
+        attention_factor: of yarn: multiplies cos and sin; 0 for 0.1 ln(factor) + 1.
+        truncate: of yarn: the borders between frequencies are whole numbers.
+    """
+
+    rope_type: RopeKind = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class ModelDetails:
+    """Numbers of an architecture beside the sizes.
+
+    Attributes:
+        head_size: E; 0 for hidden_size / num_heads.
+        rope: scaling of the rotary frequencies.
+        windows: of each layer, how many tokens back a query sees, its own included; 0 for all. Empty for all layers 0.
+        local_rope_theta: base of the frequencies, unscaled, of layers with a window; 0 for that of the others.
+        max_positions: rows of a table of learned positions; 0 without one.
+        attention_bias, mlp_bias: whether the projections of attention, or of the feed-forward network, have biases,
+            where an architecture leaves that open.
+        attention_scale: of the scores; 0 for E^(-1/2).
+    """
+
+    head_size: int = 0
+    rope: RopeScaling = RopeScaling()
+    windows: tuple[int, ...] = ()
+    local_rope_theta: float = 0.0
+    max_positions: int = 0
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_scale: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -281,3 +349,50 @@ def share_held_out(held_out: str, fraction: float | None) -> float:
 def round_up(number: int, multiple: int) -> int:
     """Return the smallest multiple that is at least the number."""
     return -(-number // multiple) * multiple
+
+
+class SpikeRule(NamedTuple):
+    """What train.spike says.
+
+    Attributes:
+        action: what is done about a step that leaps.
+        spreads: a loss or norm that is more than this many spreads above the median is a leap.
+        window: median and spread are of so many steps before. Half of them must be there, or nothing is judged.
+    """
+
+    action: Action
+    spreads: float = 10.0
+    window: int = 128
+
+
+def spike_rule_of(text: str) -> SpikeRule | None:
+    """Read a value of train.spike; None for the empty one, which judges nothing.
+
+    Raises:
+        ValueError: anything else, in one line.
+    """
+    if not text:
+        return None
+    match = _FORM.fullmatch(text.strip())
+    action = match.group(1) if match else text.split(" ")[0]
+    if match is None or action not in _ACTIONS:
+        near = meant(action, _ACTIONS) or "skip"
+        raise ValueError(
+            f"train.spike must be skip, rollback or stop, then maybe a number of spreads and of steps: got {text!r}: "
+            f'use {near}, or "{near} {SpikeRule("skip").spreads:g} {SpikeRule("skip").window}"'
+        )
+    rule = SpikeRule(cast(Action, action))
+    if match.group(2):
+        rule = rule._replace(spreads=float(match.group(2)))
+    if match.group(3):
+        rule = rule._replace(window=int(match.group(3)))
+    if rule.spreads < 1:
+        raise ValueError(
+            f"train.spike must allow at least one spread: got {text!r}: use {action} {SpikeRule('skip').spreads:g}"
+        )
+    if not _FEWEST_STEPS <= rule.window <= _MOST_STEPS:
+        raise ValueError(
+            f"train.spike takes the median of {_FEWEST_STEPS} to {_MOST_STEPS} steps: got {text!r}: use {action} "
+            f"{rule.spreads:g} {min(max(rule.window, _FEWEST_STEPS), _MOST_STEPS)}"
+        )
+    return rule

@@ -1,28 +1,49 @@
 """The TOML form of a configuration: what a run writes to its directory, and what `--config` reads. No torch, no numpy.
 
-Values that are read must have the types of their fields; config.validate checks everything else.
+A file that a user names is its values, or one line that says what is wrong. Values that are read must have the types of
+their fields; config.validate checks everything else.
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tpengine.config.details import ModelDetails
 from tpengine.config.dtypes import Dtype, dtype_named
 from tpengine.config.lengths import DECIDING, last_said, open_settings
-from tpengine.config.settings import Config
-from tpengine.config.toml_file import read_toml
+from tpengine.config.settings import Config, ModelDetails
 from tpengine.spelling import choose, did_you_mean
 
 # A plain number, within what a float counts exactly.
 _NUMBER = re.compile(r"-?[0-9]{1,15}(\.[0-9]{1,15})?")
 # Characters of a wrong value that a message shows.
 _MOST_SHOWN = 60
+
+
+def read_toml(path: str | Path, option: str) -> dict[str, Any]:
+    """Return the values of a TOML file.
+
+    Args: path: of the file. option: which names it, for messages.
+
+    Raises:
+        ValueError: it cannot be read, or is no TOML.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{option} needs a TOML file in UTF-8: {path}: some bytes are not: check the path") from None
+    except OSError as error:
+        raise ValueError(f"{option} needs a readable file: {path}: {error.strerror}: check the path") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{option} needs valid TOML: {path}: {error}: correct the file") from None
+    except (ValueError, RecursionError) as error:
+        # A path with a zero byte; an integer of thousands of digits; brackets within thousands of brackets.
+        raise ValueError(f"{option} needs a TOML file of a run: {str(path)!r}: {error}: correct it") from None
 
 
 def dump_toml(config: Config) -> str:

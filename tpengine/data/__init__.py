@@ -1,20 +1,16 @@
 """Text as tokens: token files, where text comes from, and the order of samples; see README.md. No torch."""
 
-from tpengine.data.corpora.corpus import Corpus
-from tpengine.data.corpora.fingerprint import change_of
-from tpengine.data.corpora.of_phases import for_phase, open_corpora, open_corpus
-from tpengine.data.corpora.text_corpus import TextCorpus
-from tpengine.data.files.content.check import CPU_SHARE, GPU_SHARE, ContentCheck, ContentChecks
-from tpengine.data.files.source import Source, open_source
-from tpengine.data.files.stored_tokens import StoredTokens
-from tpengine.data.files.token_file import TokenFile, open_tokens
-from tpengine.data.files.writing import write_tokens
-from tpengine.data.order.permutation import permute
-from tpengine.data.order.position import Position
-from tpengine.data.samples.ahead import ReadAhead, StepSamples
-from tpengine.data.samples.reader import HeldOut, SampleReader
-from tpengine.data.samples.windows import Samples, batch_digest, first_sample_index
-from tpengine.data.text.sources import stdlib_text
+from tpengine.data.ahead import ReadAhead, StepSamples
+from tpengine.data.content import CPU_SHARE, GPU_SHARE, ContentCheck, ContentChecks
+from tpengine.data.corpus import Corpus, for_phase, open_corpora, open_corpus
+from tpengine.data.fingerprint import change_of
+from tpengine.data.order import Position, permute
+from tpengine.data.samples import HeldOut, SampleReader, Samples, batch_digest, first_sample_index
+from tpengine.data.source import Source, open_source
+from tpengine.data.stored_tokens import StoredTokens
+from tpengine.data.text_corpus import TextCorpus
+from tpengine.data.text_files import stdlib_text
+from tpengine.data.token_file import TokenFile, open_tokens, write_tokens
 
 __all__ = [
     "CPU_SHARE",

@@ -18,9 +18,9 @@ from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.pending import Work
 from tpkernels.ops.buffers import zero_all_
-
-from tpengine.layers.collectives import Communicator, Work
 
 _Value = TypeVar("_Value", torch.dtype, torch.device)
 

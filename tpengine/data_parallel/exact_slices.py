@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.pending import Work
 
 from tpengine.data_parallel.buckets import GradientBuckets, Layout
 from tpengine.data_parallel.owned_weights import OwnedWeights
 from tpengine.data_parallel.sliced_buckets import set_memory
-from tpengine.layers.collectives import Communicator, Work
 from tpengine.layout.slices import BlockCut, Part
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-
-from tpengine.layers.collectives import Communicator
+from tpkernels.exchange.communicator import Communicator
 
 # Said at each first step, of the contract that is used here on purpose.
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)

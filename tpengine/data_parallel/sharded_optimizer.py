@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.buffers import scale_all_
 
 from tpengine.data_parallel.optimizer_parts import SavedParts, num_rows
@@ -38,7 +39,6 @@ from tpengine.data_parallel.param_groups import numbers_of, options_of, words_of
 from tpengine.data_parallel.step_agreement import StepAgreement, needs_master, takes_part
 from tpengine.data_parallel.updates import send_updates
 from tpengine.distributed.agreement import check_same
-from tpengine.layers.collectives import Communicator
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.pending import Work
 from tpkernels.ops.buffers import zero_all_
 
 from tpengine.data_parallel.buckets import GradientBuckets
-from tpengine.layers.collectives import Communicator, Work
 from tpengine.layout.parameters import BucketLayout
 from tpengine.layout.slices import slice_numel
 

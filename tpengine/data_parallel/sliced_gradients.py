@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.data_parallel.gradients import attach
 from tpengine.data_parallel.sliced_buckets import SlicedBuckets
 from tpengine.distributed.groups import Communicators
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import BufferSink
 from tpengine.layout.parameters import EMBEDDING, BucketLayout, Piece
 from tpengine.layout.slices import parts_of

@@ -17,11 +17,12 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.pending import Work
 
 from tpengine.data_parallel.buckets import dense_strides
 from tpengine.data_parallel.owned_weights import OwnedWeights
 from tpengine.data_parallel.sliced_buckets import set_memory
-from tpengine.layers.collectives import Communicator, Work
 from tpengine.layout.parameters import BucketLayout
 from tpengine.layout.slices import Part, parts_of, slice_numel
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.data_parallel.ownership import ELEMENTWISE, Piece
 from tpengine.data_parallel.param_groups import options_of, words_of
 from tpengine.distributed.agreement import check_same
-from tpengine.layers.collectives import Communicator
 
 # Of ELEMENTWISE, those that take sparse gradients.
 _TAKES_SPARSE = (SGD, Adagrad)

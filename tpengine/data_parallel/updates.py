@@ -20,9 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor
 from tpkernels.exchange.arena import Arena
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.pending import Work
 from tpkernels.ops.tensor_table import is_dense
-
-from tpengine.layers.collectives import Communicator, Work
 
 # While one bucket travels, the next one is filled.
 _NUM_BUFFERS = 2

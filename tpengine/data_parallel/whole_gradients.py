@@ -30,10 +30,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.distributed.agreement import check_same, describe_model, device_of
-from tpengine.layers.collectives import Communicator
 
 
 class WholeGradients:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.distributed.process import stop
 from tpengine.layers import Attention, RMSNorm, SwiGLU
-from tpengine.layers.collectives import Communicator
 
 
 class Block(nn.Module):

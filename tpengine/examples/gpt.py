@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.data_parallel import DataParallel
 from tpengine.distributed.process import stop
@@ -21,7 +22,6 @@ from tpengine.layers import (
     replicate,
     vocab_parallel_cross_entropy,
 )
-from tpengine.layers.collectives import Communicator
 from tpengine.pipeline import Pipeline
 
 VOCAB, DIM, HEADS, SEQ, IGNORED = 32, 64, 4, 16, -100

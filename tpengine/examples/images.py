@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.data_parallel import DataParallel, ShardedOptimizer
 from tpengine.distributed.process import stop
-from tpengine.layers.collectives import Communicator
 
 
 def main() -> None:

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
+from tpkernels.exchange.communicator import Communicator
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tpengine.architectures.gpt2 import TABLE
 from tpengine.data_parallel import DataParallel
 from tpengine.distributed.process import stop
-from tpengine.layers.collectives import Communicator
 from tpengine.model.foreign import parallelize
 from tpengine.pipeline import Pipeline
 

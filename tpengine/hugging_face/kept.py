@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from tpengine.data.text.tokenizer import TOKENIZER, TextTokenizer
+from tpengine.data.tokenizer import TOKENIZER, TextTokenizer
 from tpengine.files import written_beside
 from tpengine.hugging_face.companions import copy_companions
 from tpengine.hugging_face.directory import CONFIG, ModelDirectory

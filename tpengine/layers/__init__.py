@@ -17,9 +17,10 @@ gradients; norms add a residual of another dtype. So are they under activation c
 Every layer is exported here. Exact mode, which computes a layer shard by shard, is in model/exact.py.
 """
 
+from tpkernels.exchange.communicator import Communicator
+
 from tpengine.config import IGNORED_LABEL
 from tpengine.layers.attention import Attention, Rotation, Scores
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout, Position
 from tpengine.layers.linear.bias import LearnedPositions
 from tpengine.layers.linear.column import ColumnParallelLinear, PackedWeights

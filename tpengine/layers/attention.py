@@ -12,14 +12,16 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from tpkernels.derivatives import differentiable_once, is_recorded
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.attention import attention, attention_qkv, has_kernel
 from tpkernels.ops.attention.choice import WHOSE, Problem, Whose, choose, chosen_backend
 from tpkernels.ops.attention.host import AttentionDropout, causal_attention
 from tpkernels.ops.rope import RopeScaling, rope_tables
 
-from tpengine.layers.collectives import Communicator, ShardCommunicator
+from tpengine.layers.collectives import ShardCommunicator
 from tpengine.layers.dropout import Dropout
-from tpengine.layers.gradient_sink import GradientSink, accumulation_dtype
+from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.linear.column import ColumnParallelLinear, PackedWeights
 from tpengine.layers.linear.row import RowParallelLinear
 from tpengine.layers.norm import Norm

@@ -23,11 +23,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.launch import accumulation_dtype as accumulation_dtype
 from tpkernels.ops.embedding import add_rows_
 from tpkernels.ops.matmul.wgrad import accumulate_wgrad
-
-from tpengine.layers.collectives import Communicator
 
 
 class WeightTerm(NamedTuple):

@@ -7,9 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from tpkernels.derivatives import differentiable_once, is_recorded
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.activation import activation_backward, activation_forward
 
-from tpengine.layers.collectives import Communicator, ShardCommunicator
+from tpengine.layers.collectives import ShardCommunicator
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.linear.column import ColumnParallelLinear, PackedWeights

@@ -10,16 +10,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.autocast import promoted
 from tpkernels.derivatives import is_recorded, refuse_second_order
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.norm.operator import norm_backward, norm_forward
 
-from tpengine.layers.collectives import Communicator
-from tpengine.layers.gradient_sink import (
-    GradientSink,
-    ParamGradSink,
-    accumulation_dtype,
-    check_reaches,
-    total_of,
-)
+from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, check_reaches, total_of
 from tpengine.layers.placement import Placement, whole
 
 

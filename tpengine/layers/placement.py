@@ -23,8 +23,9 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 from torch.nn import Parameter
 from torch.nn.utils import parametrize
+from tpkernels.exchange.communicator import Communicator
 
-from tpengine.layers.collectives import Communicator, ShardCommunicator
+from tpengine.layers.collectives import ShardCommunicator
 
 # Set on a parameter by `replicate`, together with its hook. A copy, or a parameter that replaces it, has neither.
 _ON_PARAMETER = "_tpengine_placement"

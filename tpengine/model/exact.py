@@ -31,8 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.derivatives import differentiable_once
+from tpkernels.exchange.communicator import Communicator
 
-from tpengine.layers.collectives import Communicator, ShardCommunicator
+from tpengine.layers.collectives import ShardCommunicator
 from tpengine.layers.linear.bias import LearnedPositions
 from tpengine.layers.linear.column import ColumnParallelLinear
 from tpengine.layers.linear.row import RowParallelLinear

@@ -12,13 +12,13 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.attention.choice import Whose
 from tpkernels.ops.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 from tpengine.architectures import describe
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import Attention, Rotation, Scores
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.linear.bias import LearnedPositions

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tpengine.config import Config
-from tpengine.config.step_numbers import first_of_rows
+from tpengine.config.lengths import first_of_rows
 from tpengine.files import keep_aside, write_beside
 from tpengine.layout.flops import step_flops
 from tpengine.observe.wandb_run import WandbRun
@@ -83,7 +83,7 @@ def step_record(
     """Return one line of metrics.jsonl.
 
     Args:
-        step: from 0; the row has the number of finished steps (config/step_numbers.py).
+        step: from 0; the row has the number of finished steps (config/lengths.py).
         loss: nats per valid target of the global step.
         grad_norm: before clipping.
         step_seconds, peak_memory_bytes: largest over ranks.
@@ -275,7 +275,7 @@ def _complete_last_row(path: Path, step: int, found: dict[str, float | None]) ->
 def _keep_records_until(path: Path, num_steps: int) -> None:
     """Keep the records of so many finished steps, and rollbacks; a last line that a kill has cut goes, too.
 
-    Rows of an earlier version are numbered as others are (config/step_numbers.py).
+    Rows of an earlier version are numbered as others are (config/lengths.py).
     """
     if not path.exists():
         return

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.distributed.agreement import check_same, describe_model, differing_members
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.model.meta_modules import Init, is_on_meta
 from tpengine.pipeline.loss import Count

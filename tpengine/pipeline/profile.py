@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.distributed.messages import all_gather_json, broadcast_json
-from tpengine.layers.collectives import Communicator
 from tpengine.model.meta_modules import is_on_meta, materialise
 from tpengine.plan import TensorSpec
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from tpkernels.launch import accumulation_dtype
 
 from tpengine.config import Config, num_blocks, num_shards_of
 from tpengine.data_parallel.exact_slices import PackedWeights
@@ -15,7 +16,7 @@ from tpengine.data_parallel.sliced_weights import SlicedWeights
 from tpengine.distributed.groups import Communicators
 from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import make_deterministic
-from tpengine.layers.gradient_sink import BufferSink, DeferringSink, WeightHalves, accumulation_dtype
+from tpengine.layers.gradient_sink import BufferSink, DeferringSink, WeightHalves
 from tpengine.layers.linear.column import declare_places
 from tpengine.layout.parameters import in_order_of_packing
 from tpengine.layout.slices import BlockCut

@@ -1,7 +1,7 @@
 """The batch of a step: this rank's micro-batches, and the reports of all ranks on theirs, exchanged in one gather.
 
 A rank reads windows if its stage needs their tokens (the model's first chunk) or their labels (its last); the others
-read nothing. A thread reads them while the steps before compute (data/samples/ahead.py). Every rank then reports to all
+read nothing. A thread reads them while the steps before compute (data/ahead.py). Every rank then reports to all
 others whether it read, a digest of its windows, and the number of valid targets. From the reports each rank computes on
 its device whether the batch is usable, and reads that at the end of the step, together with the loss. Until then a rank
 that cannot read its file computes with zeros. No rank applies the update of a batch that is not usable.
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import IGNORED_LABEL, Config
 from tpengine.data import Position as SamplePosition
@@ -26,7 +27,6 @@ from tpengine.data import ReadAhead, SampleReader, StepSamples, first_sample_ind
 from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import link_device, to_device
 from tpengine.layers import vocab_parallel_cross_entropy
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Position
 from tpengine.layers.rows.documents import Documents
 

@@ -19,6 +19,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tpkernels.exchange.pending import Work
+from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.clip import Judged, judged
 
 from tpengine.checkpoint.run.rollbacks import Rollback, left_out
@@ -29,8 +31,7 @@ from tpengine.distributed.groups import Communicators, exchange_seconds
 from tpengine.distributed.mesh import Shape, build_mesh
 from tpengine.distributed.messages import all_gather_json
 from tpengine.distributed.process import link_device, read_with_largest, to_device
-from tpengine.layers.collectives import Work
-from tpengine.layers.gradient_sink import WeightHalves, accumulation_dtype
+from tpengine.layers.gradient_sink import WeightHalves
 from tpengine.layout.parameters import EMBEDDING, decays, kv_replicas
 from tpengine.layout.step_plan import Layout, evaluation_micro_batches, forward_plan
 from tpengine.observe.activity import Activity

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from tpkernels.exchange.pending import Work
+
 from tpengine.data_parallel.exact_slices import PackedWeights
 from tpengine.data_parallel.sliced_weights import SlicedWeights
-from tpengine.layers.collectives import Work
 from tpengine.pipeline.executor import Handler
 from tpengine.plan import Action, Kind
 from tpengine.plan.actions import COMPUTE

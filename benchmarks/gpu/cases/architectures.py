@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from tpkernels.exchange.communicator import Communicator
 
 from benchmarks.gpu.cases.clock import device_here, write
 from benchmarks.gpu.tables.bars import LARGEST_ERROR_RATIO
@@ -29,7 +30,6 @@ from tpengine.hugging_face.check import check_tensors
 from tpengine.hugging_face.directory import open_directory
 from tpengine.hugging_face.names import ignorable, stored_of, wanted
 from tpengine.hugging_face.read import BoxReader
-from tpengine.layers.collectives import Communicator
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tpkernels.exchange.communicator import Communicator
 
 from benchmarks.gpu.cases.clock import agreement, device_here, host_seconds, medians, settle, write
 from benchmarks.harness.timing import PASSED, Spread, interleave, paired_ratios, spread_fields
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import Config
 from tpengine.config.presets import preset_config
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import BufferSink
 from tpengine.model.block import Block
 from tpengine.model.parts import FastParts

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
 
 from benchmarks.planner.machine.clock import Clock
 from tpengine.layers.attention import Attention
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.mlp import SwiGLU
 from tpengine.layers.norm import RMSNorm
 from tpengine.pipeline.executor import Executor

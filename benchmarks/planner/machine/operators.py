@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from tpkernels import work
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.attention.host import causal_attention
 
 from benchmarks.planner.machine.clock import Clock
 from benchmarks.planner.machine.sizes import Sizes
 from tpengine.config import OptimConfig
 from tpengine.layers.attention import Scores, attend
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.mlp import activated
 from tpengine.layers.norm import RMSNorm
 from tpengine.layers.vocabulary.embedding import VocabParallelEmbedding

@@ -16,7 +16,7 @@ from benchmarks.planner.published.frameworks import EngineOfRow
 from benchmarks.planner.published.row import Row
 from benchmarks.planner.published.sizes import Sizes, schedule_words
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from tpengine.config.details import ModelDetails
+from tpengine.config.settings import ModelDetails
 from tpengine.layout.parameters import BucketLayout, chunk_specs, num_parameters
 from tpengine.layout.step_plan import Layout, PlacedBucket
 from tpengine.plan import (

@@ -17,6 +17,7 @@ from support.kernels.precision import check_errors, unwritten_is_nan
 from support.kernels.rungs import Rung, every_grid_of_a_product, every_rung
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.launch import INTERPRETED, Target, observed
 from tpkernels.ops.activation import swiglu
 from tpkernels.ops.attention import attention_qkv
@@ -25,7 +26,6 @@ from tpkernels.ops.rope import rope_tables
 
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import IGNORED_LABEL, ModelConfig
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.vocabulary.loss import vocab_parallel_cross_entropy
 from tpengine.model.block import Block
 from tpengine.model.parts import FastParts

@@ -17,7 +17,7 @@ from torch import Tensor
 from tpkernels.ops.norm import operator
 
 from tpengine.architectures.describe import ConfigJson
-from tpengine.config.details import RopeScaling
+from tpengine.config.settings import RopeScaling
 from tpengine.hugging_face.write import TensorToWrite
 from tpengine.layers import attention, norm
 from tpengine.layers.linear import bias

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.registry import architecture_of, rule_of
 from tpengine.config import ModelConfig
-from tpengine.layers.collectives import Communicator
 from tpengine.layout.parameters import ParameterSpec
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.architectures import describe
 from tpengine.config import ModelConfig
-from tpengine.layers.collectives import Communicator
 from tpengine.model.exact import Shards
 from tpengine.model.parts import ExactParts
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from tpengine.layers.collectives import Communicator
+from tpkernels.exchange.communicator import Communicator
 
 
 def world() -> Communicator:

@@ -19,7 +19,7 @@ from tpengine.architectures.model_path import model_at
 from tpengine.architectures.registry import BUILT_IN, architecture_of, check_architecture, model_of
 from tpengine.cli import main
 from tpengine.config import ModelConfig
-from tpengine.config.details import RopeScaling
+from tpengine.config.settings import RopeScaling
 from tpengine.layout.parameters import stage_specs
 from tpengine.trust import permit_file
 

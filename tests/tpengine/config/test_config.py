@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpengine.config import Config, ModelConfig, ParallelConfig, resolve_layout, validate
-from tpengine.config.details import ModelDetails, RopeScaling
+from tpengine.config.settings import ModelDetails, RopeScaling
 from tpengine.config.toml import dump_toml, load_toml
 
 SECTIONS = ("model", "parallel", "train", "data", "optim")

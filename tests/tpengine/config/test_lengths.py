@@ -1,21 +1,96 @@
-"""Rung: pure. A step by its sequences and a run by its tokens or epochs, decided once and kept in every layout."""
+"""Rung: pure. Lengths in steps and tokens are read with their units, to the last digit.
+
+A step by its sequences and a run by its tokens or epochs, decided once and kept in every layout.
+
+Steps in files: how they are named, and which are none.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tpengine.checkpoint.run.resume import saved_config
+from tpengine.checkpoint.run.rollbacks import Rollback, rollback_of
 from tpengine.commands.arguments import ConfigError, parse_config, parse_imported
 from tpengine.config import samples_per_step, validate_run
+from tpengine.config.lengths import Amount, amount_of, first_of_rows, index_of, numbered, tokens_of
 from tpengine.config.presets import preset_config
 from tpengine.config.toml import dump_toml
 from tpengine.data import open_corpus
+from tpengine.planner.profiles.ranks import StepSeconds, WrongProfile, parse_step
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "unit"),
+    [
+        (2000, 2000, "steps"),
+        ("2000", 2000, "steps"),
+        ("2e3", 2000, "steps"),
+        ("2k steps", 2000, "steps"),
+        ("2e9 tokens", 2 * 10**9, "tokens"),
+        ("500M tokens", 5 * 10**8, "tokens"),
+        ("2B", 2 * 10**9, "tokens"),
+        ("1.1b", 11 * 10**8, "tokens"),
+        ("0.3T Tokens", 3 * 10**11, "tokens"),
+        ("20 m", 2 * 10**7, "tokens"),
+        ("1 token", 1, "tokens"),
+        ("4611686018427387903 tokens", 2**62 - 1, "tokens"),
+    ],
+)
+def test_a_length_is_read(text: int | str, number: int, unit: str) -> None:
+    assert amount_of(text, "until") == Amount(number, unit)
+    if unit == "tokens":
+        assert tokens_of(text, "train.tokens") == number
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        True,
+        1.0,
+        2.5,
+        None,
+        [2],
+        {"a": 1},
+        "",
+        "many",
+        "1.5",
+        "1.0000001k tokens",
+        "2e99",
+        "-3",
+        "3 epochs",
+        "2 GB",
+        "1e-3",
+    ],
+)
+def test_what_is_no_length_is_one_line(wrong: object) -> None:
+    for read in (amount_of, tokens_of):
+        with pytest.raises(ValueError, match=r"^until must be .*: use 2000") as error:
+            read(wrong, "until")
+        assert "\n" not in str(error.value)
+
+
+def test_thousands_must_say_of_what_they_are() -> None:
+    """2k steps are a warm-up, 2k tokens are not one step; a million steps nobody trains."""
+    with pytest.raises(ValueError, match='use "2k tokens" or "2k steps"'):
+        amount_of("2k", "optim.warmup_steps")
+    assert tokens_of("2k", "train.tokens") == 2000
+    with pytest.raises(ValueError, match="number of tokens"):
+        tokens_of("2000 steps", "train.tokens")
+
+
+@given(st.integers(0, 2**62))
+@settings(derandomize=True, deadline=None)
+def test_every_digit_counts(number: int) -> None:
+    assert amount_of(f"{number} tokens", "until") == Amount(number, "tokens")
+    assert tokens_of(str(number), "train.tokens") == tokens_of(number, "train.tokens") == number
 
 
 def parsed(*flags: str, world: int = 1, config: Path | None = None) -> tuple[int, int, int]:
@@ -147,3 +222,36 @@ def test_a_last_phase_ends_where_the_tokens_do(tmp_path: Path) -> None:
     file.write_text('[[phase]]\nuntil = "1M tokens"\n[[phase]]\nuntil = 2M\n'.replace("2M", '"2M"'))
     with pytest.raises(ConfigError, match=r"one setting says where a run ends: phase 2.*leave one out"):
         parse_config(flags, 1)
+
+
+def test_a_step_is_named_by_the_number_that_is_finished_with_it() -> None:
+    assert numbered(0)["step"] == 1 and [index_of(numbered(index)) for index in (0, 1, 99)] == [0, 1, 99]
+    assert index_of({"step": 7}) == 7, "earlier versions counted from 0"
+
+
+@pytest.mark.parametrize("value", [{}, [], "1", {"step": -1}, {"step": True}, {"step": 0, "counted_from": 1}])
+def test_what_names_no_step_is_refused(value: Any) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        index_of(value)
+
+
+def test_rows_of_an_earlier_version_have_a_step_0() -> None:
+    assert first_of_rows([{"step": 3}, {"step": 4}]) == 1 == first_of_rows([])
+    assert first_of_rows([{"step": 0}, {"step": 1}]) == 0
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_rollbacks_and_profiles_are_read_as_they_were_written(earlier: bool) -> None:
+    rollback, step = Rollback(14, 8, 1, ((32, 40),), 9.5, 3.0), StepSeconds(14, 2.0, 1.5)
+    for known, parse in ((rollback, rollback_of), (step, parse_step)):
+        content = json.loads(json.dumps(known.to_json()))
+        assert content["step"] == 15
+        if earlier:
+            del content["counted_from"]
+            content["step"] = 14
+        assert parse(content) == known
+
+
+def test_a_profile_names_steps_that_are_there() -> None:
+    with pytest.raises(WrongProfile, match="counted from 2: got step 1"):
+        parse_step({"step": 1, "counted_from": 2, "seconds": 2.0, "plan_seconds": 1.5})

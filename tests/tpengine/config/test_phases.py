@@ -25,7 +25,7 @@ from tpengine.config import (
     validate_run,
 )
 from tpengine.data import for_phase, open_corpora, open_corpus
-from tpengine.data.corpora.fingerprint import of_mixture
+from tpengine.data.fingerprint import of_mixture
 from tpengine.layout.phase_layouts import phase_layouts
 from tpengine.training.update.learning_rate import rate_of_step
 

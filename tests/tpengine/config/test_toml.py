@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tpengine.config import Config, validate_run
-from tpengine.config.toml import load_toml, updated
-from tpengine.config.toml_file import read_toml
-from tpengine.data.mixtures.table import read_table
+from tpengine.config.toml import load_toml, read_toml, updated
+from tpengine.data.mixture import read_table
 from tpengine.planner.machine.file import machine_of_values, machine_values, read_machine
 from tpengine.planner.machine.sheets import MACHINES
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.data_parallel import DataParallel
-from tpengine.layers.collectives import Communicator
 
 NUM_RANKS, STEPS = 2, 4
 

@@ -17,9 +17,10 @@ from support.kernels.mutations import survivors
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.pending import Work
 
 from tpengine.data_parallel import DataParallel
-from tpengine.layers.collectives import Communicator, Work
 
 TOLERANCE = 1e-9
 

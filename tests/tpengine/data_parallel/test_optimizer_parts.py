@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.data_parallel import ShardedOptimizer
 from tpengine.data_parallel.optimizer_parts import SavedParts
-from tpengine.layers.collectives import Communicator
 
 
 def model_of() -> nn.Sequential:

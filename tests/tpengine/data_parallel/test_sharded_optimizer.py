@@ -18,10 +18,10 @@ import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import nn
 from torch.optim import Optimizer
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.data_parallel import DataParallel, ShardedOptimizer
 from tpengine.data_parallel.ownership import ELEMENTWISE
-from tpengine.layers.collectives import Communicator
 
 OPTIONS: dict[type[Optimizer], dict[str, Any]] = {
     torch.optim.SGD: {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},

@@ -13,10 +13,10 @@ from support.engine.odd_module import odd_model, tokens_of
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.data_parallel import DataParallel, ShardedOptimizer
 from tpengine.layers import ColumnParallelLinear, RowParallelLinear
-from tpengine.layers.collectives import Communicator
 from tpengine.pipeline import Pipeline
 
 DIM, MICRO, ROWS, STEPS = 8, 4, 2, 3

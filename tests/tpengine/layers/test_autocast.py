@@ -19,6 +19,7 @@ from support.kernels.precision import check_errors
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import (
     Attention,
@@ -30,7 +31,6 @@ from tpengine.layers import (
     vocab_parallel_cross_entropy,
 )
 from tpengine.layers.attention import Rotation, rope, tables_of
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import BufferSink, DeferringSink, ParamGradSink, WeightHalves
 from tpengine.layers.linear.bias import LearnedPositions
 from tpengine.layers.mlp import FeedForward

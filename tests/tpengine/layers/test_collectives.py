@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
+from tpkernels.exchange.communicator import Communicator
 
-from tpengine.layers.collectives import Communicator, all_reduce, copy, gather, reduce_scatter
+from tpengine.layers.collectives import all_reduce, copy, gather, reduce_scatter
 
 WORLDS = [1, 2, 3, 4]
 

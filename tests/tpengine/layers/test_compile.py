@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import ModelConfig
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import BufferSink, ParamGradSink
 from tpengine.layers.linear.bias import add_cut_bias
 from tpengine.layers.linear.column import ColumnParallelLinear
 from tpengine.layers.linear.row import RowParallelLinear
+from tpengine.model.block import Block
 from tpengine.model.parts import FastParts
-from tpengine.model.transformer import Block
 
 SEQ, TOKENS = 16, 32
 

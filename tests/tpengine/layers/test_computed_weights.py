@@ -16,9 +16,9 @@ import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import Attention, ColumnParallelLinear, RMSNorm, RowParallelLinear, SwiGLU, VocabParallelEmbedding
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import BufferSink, DeferringSink, ParamGradSink, WeightHalves
 from tpengine.layers.linear.bias import LearnedPositions
 from tpengine.layers.mlp import FeedForward

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import RMSNorm, SwiGLU
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import BufferSink, DeferringSink, ParamGradSink, WeightHalves
 
 D, FFN, T, STEPS, DECAY = 12, 24, 8, 3, 0.75

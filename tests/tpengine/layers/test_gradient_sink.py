@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import SwiGLU, gradient_sink
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import BufferSink, DeferringSink, WeightHalves, WeightTerm
 
 ROWS = {"q": 4, "k": 2, "v": 2}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import (
     IGNORED_LABEL,
@@ -27,7 +28,6 @@ from tpengine.layers import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
-from tpengine.layers.collectives import Communicator
 
 TP = [1, 2, 3, 4]
 D, BATCH, SEQ = 24, 3, 20

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import Attention, KeyValueCache, RMSNorm, SwiGLU, VocabParallelEmbedding
 from tpengine.layers.attention import tables_of
-from tpengine.layers.collectives import Communicator
 from tpengine.model.exact import ExactMatmuls, Shards, collect
 
 D, SEQ, T = 16, 8, 16

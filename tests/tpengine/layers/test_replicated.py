@@ -12,6 +12,7 @@ import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.data_parallel import DataParallel
 from tpengine.layers import (
@@ -26,7 +27,6 @@ from tpengine.layers import (
     sharded,
     summed,
 )
-from tpengine.layers.collectives import Communicator
 from tpengine.pipeline import Pipeline
 
 DIM, WIDE, TOKENS = 6, 8, 12

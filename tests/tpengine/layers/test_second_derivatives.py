@@ -9,6 +9,7 @@ import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch.autograd import forward_ad
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import (
     ColumnParallelLinear,
@@ -18,7 +19,7 @@ from tpengine.layers import (
     vocab_parallel_cross_entropy,
 )
 from tpengine.layers.attention import rope
-from tpengine.layers.collectives import Communicator, all_reduce, copy, gather, reduce_scatter
+from tpengine.layers.collectives import all_reduce, copy, gather, reduce_scatter
 from tpengine.layers.mlp import activated
 from tpengine.model.exact import Shards, collect, spread, stacked
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.attention import by_torch, choice
 from tpkernels.ops.attention.choice import Problem, Whose
 from tpkernels.ops.matmul import tuned
@@ -21,11 +22,11 @@ from tpkernels.ops.matmul.tuned import TunedAttention, TunedFile, written
 from tpengine.architectures import describe
 from tpengine.architectures.registry import BUILT_IN
 from tpengine.config import ModelConfig
-from tpengine.config.details import ModelDetails
+from tpengine.config.settings import ModelDetails
 from tpengine.layers import attention
 from tpengine.layers import torch_attention as layer
 from tpengine.layers.attention import Attention, Scores
-from tpengine.layers.collectives import Communicator, ShardCommunicator
+from tpengine.layers.collectives import ShardCommunicator
 from tpengine.layers.dropout import Dropout, Position
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
 from tpengine.layers.rows.cache import length_of

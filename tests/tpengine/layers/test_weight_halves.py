@@ -12,9 +12,9 @@ import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch.nn import Parameter
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import Attention, RMSNorm, SwiGLU
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import BufferSink, DeferringSink, ParamGradSink, WeightHalves
 
 

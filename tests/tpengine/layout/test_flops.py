@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from tpengine.config.details import ModelDetails
+from tpengine.config.settings import ModelDetails
 from tpengine.layout.flops import step_flops
 from tpengine.layout.parameters import num_parameters
 

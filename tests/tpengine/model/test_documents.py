@@ -12,10 +12,10 @@ import torch
 from support.architectures.drawn import CONFIGS, drawn_config
 from support.architectures.transformers_models import built, config_json, ours
 from torch import Tensor
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.architectures.registry import model_of
 from tpengine.layers import Attention, Documents
-from tpengine.layers.collectives import Communicator
 from tpengine.model.transformer import Transformer
 
 SEQ = 14

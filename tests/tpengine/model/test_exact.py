@@ -42,12 +42,12 @@ from support.ranks.progress import run_program
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch.nn import Parameter
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.matmul import host as host_gemm
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.data_parallel import BlockSums
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.norm import Norm
 from tpengine.training.evaluation.held_out import held_out_loss

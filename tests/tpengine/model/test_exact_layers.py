@@ -29,12 +29,13 @@ from support.engine.exact_cases import (
 from support.engine.exactness import digest
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.launch import accumulation_dtype
 
 from tpengine.architectures.describe import Attention, FeedForward
 from tpengine.layers.attention import Rotation, Scores, attend
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout, Position
-from tpengine.layers.gradient_sink import BufferSink, accumulation_dtype
+from tpengine.layers.gradient_sink import BufferSink
 from tpengine.layers.mlp import activated
 from tpengine.model.parts import ExactParts, FastParts
 

@@ -33,10 +33,11 @@ from support.engine.exact_cases import (
 )
 from support.ranks.rank_pool import RankError, RankPool
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.architectures import describe
 from tpengine.config import ModelConfig
-from tpengine.layers.collectives import Communicator, ShardCommunicator
+from tpengine.layers.collectives import ShardCommunicator
 from tpengine.model.exact import ExactNorm, Shards
 from tpengine.model.parts import ExactParts
 

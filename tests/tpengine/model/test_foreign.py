@@ -16,12 +16,12 @@ from support.architectures.transformers_models import Widened, built
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.architectures import gpt2, llama, qwen3
 from tpengine.architectures.describe import column, heads, replicate, row, vocab
 from tpengine.data_parallel import DataParallel, ShardedOptimizer
 from tpengine.layers import clip_grad_norm_, vocab_parallel_cross_entropy
-from tpengine.layers.collectives import Communicator
 from tpengine.model.foreign import parallelize, whole_state_dict
 from tpengine.model.foreign.cut import Cut
 from tpengine.pipeline import Pipeline

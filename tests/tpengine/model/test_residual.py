@@ -19,11 +19,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import ModelConfig
-from tpengine.config.details import ModelDetails
-from tpengine.layers.collectives import Communicator
+from tpengine.config.settings import ModelDetails
 from tpengine.layers.norm import Norm, RMSNorm
 from tpengine.model import block as block_module
 from tpengine.model import transformer as transformer_module

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import ModelConfig
-from tpengine.layers.collectives import Communicator
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
 from tpengine.model.undrawn import Undrawn

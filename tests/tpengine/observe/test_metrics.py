@@ -12,11 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.matmul import host as host_gemm
 
 from tpengine.config import Config, validate
 from tpengine.layers import vocab_parallel_cross_entropy
-from tpengine.layers.collectives import Communicator
 from tpengine.layout.flops import step_flops
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.data_parallel import DataParallel
-from tpengine.layers.collectives import Communicator
 from tpengine.pipeline import Pipeline
 from tpengine.pipeline.executor import Trace
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import Attention, ColumnParallelLinear, SwiGLU
-from tpengine.layers.collectives import Communicator
 from tpengine.pipeline import Pipeline
 from tpengine.pipeline.profile import FLOPS_PER_ELEMENT, profile
 from tpengine.plan import TensorSpec

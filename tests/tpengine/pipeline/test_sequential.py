@@ -17,10 +17,10 @@ import torch.distributed as dist
 from support.kernels.mutations import survivors
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.data_parallel import DataParallel
 from tpengine.layers import RMSNorm, SwiGLU
-from tpengine.layers.collectives import Communicator
 from tpengine.pipeline import Pipeline, sequential
 from tpengine.pipeline.executor import Trace
 

@@ -1,7 +1,7 @@
 """Rung: the training program as a user starts it. Bad files are one line, and nothing is lost.
 
 The full disk is a small tmpfs, which needs root or a user namespace. More about what is inside a bad token file is in
-data/files/test_token_file.py, about TOML in test_config.py, about a checkpoint's index in checkpoint/test_index.py.
+data/test_token_file.py, about TOML in test_config.py, about a checkpoint's index in checkpoint/test_index.py.
 """
 
 from __future__ import annotations

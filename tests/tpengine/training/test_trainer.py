@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from support.engine.parity import config_of
 from support.ranks.rank_pool import RankError, RankPool
+from tpkernels.exchange.pending import Work
 
 from tpengine.config import Config, DataConfig
 from tpengine.data import open_corpus, write_tokens
-from tpengine.layers.collectives import Work
 from tpengine.pipeline.executor import Trace
 from tpengine.plan import parse_action
 from tpengine.training.evaluation.held_out import held_out_loss

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tpengine.architectures.describe.rope import read_rope
-from tpengine.config.details import RopeScaling
-from tpengine.config.rules import RANGES
+from tpengine.config.ranges import RANGES
+from tpengine.config.settings import RopeScaling
 
 _REQUIRED = object()
 _MOST = 2**53

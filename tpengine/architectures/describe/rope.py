@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from tpengine.config.details import RopeScaling
+from tpengine.config.settings import RopeScaling
 
 _THETA = 10000.0
 # What each kind needs, and what it may have besides.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tpengine.architectures.describe.config_json import ConfigJson
 from tpengine.config import ModelConfig
-from tpengine.config.details import ModelDetails
+from tpengine.config.settings import ModelDetails
 
 
 def llama_sizes(config: ConfigJson, *, ties: bool = False, kv_heads: int | None = None) -> ModelConfig:

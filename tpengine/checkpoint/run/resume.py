@@ -36,7 +36,7 @@ from tpengine.config import (
     samples_per_step,
     validate_run,
 )
-from tpengine.config.nearest import divisors
+from tpengine.config.ranges import divisors
 from tpengine.config.settings import share_held_out
 from tpengine.config.toml import load_toml
 from tpengine.data import change_of

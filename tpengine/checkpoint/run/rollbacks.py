@@ -5,7 +5,7 @@
                         "loss": 9.1, "grad_norm": 31.0}
 
 `step` is the one that leaped; `to` the steps of the checkpoint that the run went back to; `samples` are
-half-open ranges of numbers of an order of samples (data/order/position.py), that of the phase `order`. No step reads
+half-open ranges of numbers of an order of samples (data/order.py), that of the phase `order`. No step reads
 them any more. No torch.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tpengine.config.step_numbers import index_of, numbered
+from tpengine.config.lengths import index_of, numbered
 from tpengine.files import write_beside
 
 FILE_NAME = "rollbacks.jsonl"

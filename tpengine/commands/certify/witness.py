@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from tpkernels.launch import accumulation_dtype
 
 from tpengine.commands.certify.evidence import GRADIENT, OPTIMIZER, WEIGHT, Observation, Phase, Place
 from tpengine.config import Config, num_blocks
 from tpengine.data import open_corpus
 from tpengine.data_parallel.gradients import ExactGradients, StepGradients
-from tpengine.layers.gradient_sink import accumulation_dtype
 from tpengine.layout.parameters import EMBEDDING, HEAD, Piece, leaf_parts
 from tpengine.model.block import Block
 from tpengine.pipeline.executor import Handler

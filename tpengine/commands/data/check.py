@@ -9,15 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from tpengine.data import open_source
-from tpengine.data.files.content.hash import content_sha256
-from tpengine.data.files.documents import DocumentTokens
-from tpengine.data.files.one_file import SourceFile
-from tpengine.data.files.source import open_text
-from tpengine.data.files.source_tokens import DocumentSourceTokens
-from tpengine.data.files.token_file import TokenFile
-from tpengine.data.fit.index import FitIndex, fit_command, indices_of, open_index
-from tpengine.data.fit.writing import is_fitted
-from tpengine.data.text.tokenizer import TextTokenizer
+from tpengine.data.content import content_sha256
+from tpengine.data.fit_index import FitIndex, fit_command, indices_of, open_index
+from tpengine.data.fitting import is_fitted
+from tpengine.data.source import open_text
+from tpengine.data.source_files import DocumentSourceTokens, SourceFile
+from tpengine.data.stored_tokens import DocumentTokens
+from tpengine.data.token_file import TokenFile
+from tpengine.data.tokenizer import TextTokenizer
 from tpengine.observe.safe_console import SafeConsole
 
 _TOKENS_AT_ONCE = 1 << 20

@@ -7,13 +7,13 @@ from pathlib import Path
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tpengine.config.settings import DEFAULT_SHARE_HELD_OUT
-from tpengine.data.corpora.text_corpus import num_trained_on
-from tpengine.data.files.documents import DocumentTokens
-from tpengine.data.files.source import open_text
-from tpengine.data.files.source_tokens import DocumentSourceTokens
-from tpengine.data.files.token_file import TokenFile
-from tpengine.data.fit.index import identity_of, index_path, made_of, open_index
-from tpengine.data.fit.writing import write_index
+from tpengine.data.fit_index import identity_of, index_path, made_of, open_index
+from tpengine.data.fitting import write_index
+from tpengine.data.source import open_text
+from tpengine.data.source_files import DocumentSourceTokens
+from tpengine.data.stored_tokens import DocumentTokens
+from tpengine.data.text_corpus import num_trained_on
+from tpengine.data.token_file import TokenFile
 from tpengine.observe.safe_console import SafeConsole
 
 _MOST_FRACTION = 0.9

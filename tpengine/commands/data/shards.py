@@ -26,11 +26,19 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.data.files.one_file import About
-from tpengine.data.files.token_file import ALL_HEADER_BYTES, HEADER, MAGIC, WITH_DOCUMENTS, check_tokens, dtype_for
-from tpengine.data.files.writing import check_place, write_starts
-from tpengine.data.text.documents import BEGINNING, Place
-from tpengine.data.text.encode import Chunk
+from tpengine.data.documents import BEGINNING, Place
+from tpengine.data.encode import Chunk
+from tpengine.data.source_files import About
+from tpengine.data.token_file import (
+    ALL_HEADER_BYTES,
+    HEADER,
+    MAGIC,
+    WITH_DOCUMENTS,
+    check_place,
+    check_tokens,
+    dtype_for,
+    write_starts,
+)
 from tpengine.files import sync_directory, write_beside
 
 _LEAST_TOKENS = 2

@@ -18,14 +18,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tpengine.commands.data.shards import Progress as Written
 from tpengine.commands.data.shards import Shards
-from tpengine.data.files.one_file import About
-from tpengine.data.files.token_file import MAGIC
-from tpengine.data.text.documents import PIPE, Documents
-from tpengine.data.text.encode import BYTE_VOCAB_SIZE, Chunk, bytes_of, tokens_of
-from tpengine.data.text.looks import why_no_text
-from tpengine.data.text.pool import Pool
-from tpengine.data.text.sources import find_files
-from tpengine.data.text.tokenizer import TextTokenizer
+from tpengine.data.documents import PIPE, Documents
+from tpengine.data.encode import BYTE_VOCAB_SIZE, Chunk, bytes_of, tokens_of
+from tpengine.data.source_files import About
+from tpengine.data.text_files import find_files, why_no_text
+from tpengine.data.token_file import MAGIC
+from tpengine.data.tokenizer import TextTokenizer
+from tpengine.data.workers import Pool
 from tpengine.observe.safe_console import SafeConsole
 
 BYTES = "bytes"

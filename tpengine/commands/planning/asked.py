@@ -20,7 +20,8 @@ from tpengine.commands.planning.fixed import add_fixed_arguments, fixed_settings
 from tpengine.commands.planning.recorded_run import recorded_by
 from tpengine.config import Config, ParallelConfig
 from tpengine.config.presets import PRESETS, preset_config
-from tpengine.config.rules import MOST_BATCH, MOST_RANKS, check_ranges, check_sizes
+from tpengine.config.ranges import MOST_BATCH, check_ranges
+from tpengine.config.rules import MOST_RANKS, check_sizes
 from tpengine.config.toml import load_toml
 from tpengine.planner.advice.question import Question
 from tpengine.planner.advice.recorded import machine_as_recorded

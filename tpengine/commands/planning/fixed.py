@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tpengine.commands.parsing import count
-from tpengine.config.rules import MOST_CHUNKS, MOST_RANKS, MOST_SEQUENCES
+from tpengine.config.ranges import MOST_CHUNKS, MOST_SEQUENCES
+from tpengine.config.rules import MOST_RANKS
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
 from tpengine.planner.advice.question import AXES
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tpengine.config.nearest import divisors, nearest_of
+from tpengine.config.ranges import divisors, nearest_of
 from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.plan import SCHEDULES
 from tpengine.planner.advice.question import Candidate, Question

@@ -6,13 +6,12 @@ import numpy as np
 from tpkernels.work import visible_pairs
 
 from tpengine.config import Config
-from tpengine.data.corpora.text_corpus import num_trained_on
-from tpengine.data.files.documents import DocumentTokens
-from tpengine.data.files.source import open_text
-from tpengine.data.files.source_tokens import DocumentSourceTokens
-from tpengine.data.fit.index import open_index
-from tpengine.data.samples.fitted import fitted
-from tpengine.data.samples.windows import Samples
+from tpengine.data.fit_index import open_index
+from tpengine.data.samples import Samples, fitted
+from tpengine.data.source import open_text
+from tpengine.data.source_files import DocumentSourceTokens
+from tpengine.data.stored_tokens import DocumentTokens
+from tpengine.data.text_corpus import num_trained_on
 from tpengine.layout.step_plan import Layout
 from tpengine.plan import Kind, Plan
 from tpengine.planner.machine import Machine

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tpengine.checkpoint.run.run_directory import is_running
-from tpengine.config.step_numbers import first_of_rows
+from tpengine.config.lengths import first_of_rows
 
 # (field of a row, title, factor); wall time where a row has it.
 PANELS = (

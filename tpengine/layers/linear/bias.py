@@ -17,16 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.derivatives import is_recorded, refuse_second_order
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.embedding import add_rows_
 
-from tpengine.layers.collectives import Communicator
-from tpengine.layers.gradient_sink import (
-    GradientSink,
-    ParamGradSink,
-    accumulation_dtype,
-    check_reaches,
-    total_of,
-)
+from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, check_reaches, total_of
 from tpengine.layers.placement import Placement, whole
 from tpengine.layers.rows.cache import Rows, length_of
 

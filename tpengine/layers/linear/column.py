@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.autocast import lowered
 from tpkernels.derivatives import is_recorded, refuse_second_order
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.fused.all_gather_matmul import all_gather_matmul, gather_problem
 from tpkernels.fused.gather import gather_matmul
 from tpkernels.fused.scatter import matmul_scatter, scatter_and_gather
@@ -30,7 +31,6 @@ from tpkernels.ops.matmul.configs import MatmulConfig
 from tpkernels.ops.matmul.swiglu import matmul_gated_forward
 from tpkernels.ops.matmul.tuned import tuned_gate
 
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import Gradients, GradientSink, ParamGradSink, WeightTerm, check_reaches
 from tpengine.layers.linear.bias import add_cut_bias
 from tpengine.layers.linear.weights import PreparedWeight, as_one_matrix, lies_at, version_of

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.autocast import lowered
 from tpkernels.derivatives import is_recorded, refuse_second_order
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.fused.gather import gather_matmul
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem, matmul_reduce_scatter
 from tpkernels.fused.scatter import matmul_scatter
 
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, WeightTerm, check_reaches
 from tpengine.layers.linear.bias import add_whole_bias
 from tpengine.layers.linear.column import is_traceable

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
 
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.placement import placements_of
 from tpengine.layers.replicated.modules import num_ranks_of, refuse_unsummed
 

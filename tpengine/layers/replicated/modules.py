@@ -18,8 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.exchange.communicator import Communicator
 
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.placement import (
     Placement,
     SummedBy,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.derivatives import refuse_second_order
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.embedding import check_rows_and_table, embedding_forward
 
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, check_reaches
 from tpengine.layers.placement import Placement, check_tokens, cut
 from tpengine.layers.vocabulary.loss import check_range

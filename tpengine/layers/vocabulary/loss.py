@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tpkernels.derivatives import differentiable_once
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.cross_entropy.operator import (
     check_logits,
     check_writable,
@@ -18,7 +19,6 @@ from tpkernels.ops.cross_entropy.operator import (
 )
 
 from tpengine.config import IGNORED_LABEL
-from tpengine.layers.collectives import Communicator
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

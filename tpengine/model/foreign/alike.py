@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from tpengine.layers.collectives import Communicator
+from tpkernels.exchange.communicator import Communicator
 
 # Gradients of few elements may be alike by chance in 16 bits, not so often.
 _NUM_PASSES = 3

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.derivatives import differentiable_once
+from tpkernels.exchange.communicator import Communicator
 
-from tpengine.layers.collectives import Communicator, all_reduce, copy
+from tpengine.layers.collectives import all_reduce, copy
 from tpengine.layers.placement import Placement, SummedBy, cut, whole
 from tpengine.layers.vocabulary.loss import check_range
 from tpengine.model.foreign.alike import SameGradient

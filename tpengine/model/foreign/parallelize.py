@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.architectures.describe.table import Table
 from tpengine.distributed.agreement import check_same, describe_model, device_of
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.replicated.modules import hook_gradient, replicate, summed
 from tpengine.model.foreign.alike import SameGradient
 from tpengine.model.foreign.cut import Cut

@@ -13,8 +13,8 @@ from typing import Any
 
 from tpengine.config import Config, ParallelConfig
 from tpengine.config.lengths import MOST_MICRO_BATCHES
-from tpengine.config.nearest import divisors
-from tpengine.config.rules import MOST_SEQUENCES, ZERO_OF_SLICED_WEIGHTS
+from tpengine.config.ranges import MOST_SEQUENCES, divisors
+from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
 from tpengine.planner.machine import Machine
 

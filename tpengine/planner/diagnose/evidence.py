@@ -28,7 +28,7 @@ from typing import Any
 
 from tpengine.architectures.model_path import architecture_of_run
 from tpengine.config import Config, phases_of, validate_run
-from tpengine.config.step_numbers import first_of_rows
+from tpengine.config.lengths import first_of_rows
 from tpengine.config.toml import load_toml
 from tpengine.layout.phase_layouts import phase_layouts
 from tpengine.layout.step_plan import Layout, training_plan

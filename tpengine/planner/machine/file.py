@@ -33,7 +33,7 @@ from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tpengine.config.toml_file import read_toml
+from tpengine.config.toml import read_toml
 from tpengine.planner.machine.machine import Link, Machine
 from tpengine.planner.machine.measured import OPERATORS, PRODUCTS, Curve, Measured
 from tpengine.planner.machine.sheets import MACHINES

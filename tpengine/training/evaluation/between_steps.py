@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tpengine.config.step_numbers import index_of, numbered
+from tpengine.config.lengths import index_of, numbered
 from tpengine.files import write_beside
 from tpengine.observe.console import show_sample, texts_of
 from tpengine.training.evaluation.forward_pass import ForwardPass

@@ -15,7 +15,7 @@ from tpengine.architectures.model_path import dropout_not_taken
 from tpengine.checkpoint.run.resume import Checkpoint, changes_since
 from tpengine.checkpoint.run.run_directory import write_config
 from tpengine.config import Config, decay_steps_of
-from tpengine.config.amounts import amount_of
+from tpengine.config.lengths import amount_of
 from tpengine.config.rules import zero_in_words
 from tpengine.distributed.messages import broadcast_json
 from tpengine.files import write_beside

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tpengine.config.step_numbers import index_of, numbered
+from tpengine.config.lengths import index_of, numbered
 from tpengine.distributed.messages import broadcast_json
 from tpengine.files import keep_aside, write_beside
 from tpengine.training.state.diagnosis import find_first

@@ -17,9 +17,9 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.clip import square_sums
 
-from tpengine.layers.gradient_sink import accumulation_dtype
 from tpengine.layout.parameters import EMBEDDING, Piece, pieces_of, stage_specs
 from tpengine.layout.slices import BLOCK, Part
 from tpengine.model.transformer import Transformer

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tpengine.config import OptimConfig, Phases, decay_steps_of
-from tpengine.config.amounts import Amount, amount_of
+from tpengine.config.lengths import Amount, amount_of
 
 _SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda p: (1 + math.cos(math.pi * p)) / 2,

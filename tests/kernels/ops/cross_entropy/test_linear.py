@@ -18,6 +18,7 @@ from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.launch import INTERPRETED, Target, observed
 from tpkernels.ops.cross_entropy.linear import (
     default_chunk_tokens,
@@ -25,8 +26,6 @@ from tpkernels.ops.cross_entropy.linear import (
     linear_cross_entropy_reference,
 )
 from tpkernels.ops.matmul.operator import has_kernel
-
-from tpengine.layers.collectives import Communicator
 
 # Rows, width, vocabulary.
 SIZES = [(1, 7, 100), (63, 16, 65), (100, 65, 257), (0, 16, 65)]

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from tpengine.cli import main
 from tpengine.data import write_tokens
-from tpengine.data.files.source import open_text
-from tpengine.data.fit.index import HEADER, PIECE, open_index
+from tpengine.data.fit_index import HEADER, PIECE, open_index
+from tpengine.data.source import open_text
 
 
 def written(path: Path) -> Path:

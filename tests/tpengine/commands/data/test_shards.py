@@ -21,11 +21,10 @@ from tokenizers import Tokenizer
 from tpengine.cli import main
 from tpengine.commands.data import shards, write
 from tpengine.commands.data.shards import Shards
-from tpengine.data import open_source, open_tokens
-from tpengine.data.files.one_file import About
-from tpengine.data.text import encode
-from tpengine.data.text.documents import BEGINNING
-from tpengine.data.text.encode import Chunk
+from tpengine.data import encode, open_source, open_tokens
+from tpengine.data.documents import BEGINNING
+from tpengine.data.encode import Chunk
+from tpengine.data.source_files import About
 
 
 def content_of(path: Path) -> dict[str, bytes]:

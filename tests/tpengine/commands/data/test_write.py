@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from tpengine.cli import main
 from tpengine.data import open_source, open_tokens, stdlib_text
-from tpengine.data.text.tokenizer import TextTokenizer
+from tpengine.data.tokenizer import TextTokenizer
 
 
 def test_the_bytes_of_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +193,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
 HELD_UP = """
 import sys, time
 from tpengine.cli import main
-from tpengine.data.text.documents import Documents
+from tpengine.data.documents import Documents
 
 read = Documents.__iter__
 

@@ -11,7 +11,7 @@ import pytest
 
 from tpengine.cli import main
 from tpengine.config import Config, validate
-from tpengine.config.nearest import divisors, nearest_multiples, nearest_of
+from tpengine.config.ranges import divisors, nearest_multiples, nearest_of
 from tpengine.planner.advice.question import Question, shapes
 from tpengine.planner.machine import MACHINES
 

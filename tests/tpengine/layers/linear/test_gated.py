@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.matmul.configs import MatmulConfig
 from tpkernels.ops.matmul.tuned import TunedGate
 
 from tpengine.layers import FeedForward
-from tpengine.layers.collectives import Communicator, ShardCommunicator
+from tpengine.layers.collectives import ShardCommunicator
 from tpengine.layers.dropout import Dropout, Position
 from tpengine.layers.gradient_sink import DeferringSink, ParamGradSink, WeightHalves
 from tpengine.layers.linear import column

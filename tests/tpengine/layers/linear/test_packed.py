@@ -12,9 +12,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import Attention, ColumnParallelLinear, PackedWeights
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.linear.column import declare_places
 from tpengine.layers.linear.weights import lies_at
 

@@ -18,12 +18,13 @@ from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from tpkernels.exchange.arena import exchange_bytes
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.matmul import host as host_gemm
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.layers import Attention, ColumnParallelLinear, RowParallelLinear, SwiGLU
-from tpengine.layers.collectives import Communicator, WholeRows
+from tpengine.layers.collectives import WholeRows
 from tpengine.model.transformer import Transformer
 from tpengine.training.trainer import Trainer
 

@@ -10,10 +10,10 @@ import torch
 from support.architectures.drawn import CONFIGS, drawn_config
 from support.architectures.transformers_models import built, config_json, ours
 from torch import Tensor
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.architectures.registry import model_of
 from tpengine.layers import KeyValueCache
-from tpengine.layers.collectives import Communicator
 from tpengine.model.exact import Shards
 from tpengine.model.parts import ExactParts
 from tpengine.model.transformer import Transformer

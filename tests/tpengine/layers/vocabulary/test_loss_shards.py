@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
-from tpengine.layers.collectives import Communicator
 
 T, VOCAB = 48, 104
 

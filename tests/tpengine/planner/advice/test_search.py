@@ -13,7 +13,7 @@ import pytest
 
 from tpengine.commands.arguments import parse_config
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from tpengine.config.details import ModelDetails
+from tpengine.config.settings import ModelDetails
 from tpengine.layout.step_plan import lowered
 from tpengine.plan import make_schedule, verify
 from tpengine.plan.schedules.file import format_schedule

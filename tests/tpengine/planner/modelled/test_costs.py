@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, validate
-from tpengine.config.details import ModelDetails
+from tpengine.config.settings import ModelDetails
 from tpengine.layout.parameters import num_parameters
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Kind

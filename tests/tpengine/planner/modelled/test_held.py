@@ -14,12 +14,12 @@ import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch.nn import Parameter
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import Config, ModelConfig, TrainConfig
-from tpengine.config.details import ModelDetails
+from tpengine.config.settings import ModelDetails
 from tpengine.layers import vocab_parallel_cross_entropy
 from tpengine.layers.attention import Rotation, tables_of
-from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import WeightTerms
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer

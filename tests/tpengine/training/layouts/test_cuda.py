@@ -21,6 +21,7 @@ from support.engine.parity import Outcome, compare, config_of, outcome_of
 from support.ranks.progress import run_program
 from support.ranks.rank_pool import RankPool
 from torch import nn
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.random import normal_block
 
 from tpengine.checkpoint.run.resume import checkpoints_of, find_checkpoint, state_of
@@ -30,7 +31,6 @@ from tpengine.config.presets import llama_1b
 from tpengine.data import open_corpus
 from tpengine.data_parallel import DataParallel
 from tpengine.layers import torch_attention
-from tpengine.layers.collectives import Communicator
 from tpengine.observe.metrics import step_record
 from tpengine.pipeline import Pipeline
 from tpengine.training.evaluation.held_out import held_out_loss

@@ -21,7 +21,7 @@ from tpkernels.ops.matmul import host
 
 from benchmarks.harness.allocations import Allocations
 from tpengine.config import Config, validate
-from tpengine.config.details import ModelDetails
+from tpengine.config.settings import ModelDetails
 from tpengine.data import open_corpus
 from tpengine.data_parallel.sliced_buckets import SlicedBuckets
 from tpengine.planner.modelled import held

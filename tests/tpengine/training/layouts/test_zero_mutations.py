@@ -16,11 +16,11 @@ from support.engine.parity import STEPS, Outcome, compare, config_of, outcome_of
 from support.kernels.mutations import survivors
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
+from tpkernels.exchange.pending import Work
 
 from tpengine.data import open_corpus
 from tpengine.data_parallel.exact_slices import PackedWeights
 from tpengine.data_parallel.sliced_buckets import SlicedBuckets
-from tpengine.layers.collectives import Work
 from tpengine.training.trainer import Trainer
 
 

@@ -18,12 +18,12 @@ from support.engine.parity import config_of
 from support.engine.resuming import resumed
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
+from tpkernels.exchange.pending import Work
 
 from tpengine.checkpoint.run.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.layers.collectives import Work
 from tpengine.training.state.skipped_steps import SkippedSteps
 from tpengine.training.state.training_state import blocks_of
 from tpengine.training.trainer import RunError, Trainer
