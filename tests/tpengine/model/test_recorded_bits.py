@@ -1,4 +1,7 @@
-"""Rung: one process. Exact mode's bits are those that were recorded; that layouts have the same is test_exact.py's.
+"""Rung: gloo ranks. Exact mode's bits are those that were recorded; that layouts have the same is test_exact.py's.
+
+By default of one process after 3 steps. `pytest -m slow` has drawn configurations of 2 to 4 ranks after 20:
+architectures, layouts, schedules, stages of ZeRO, KV heads and sizes of buckets.
 
 A change that alters the bits of all layouts alike, such as another order of a sum, fails here. Bits belong to a
 processor, a Python (its standard library is the text) and a torch: on another machine the losses are compared, and
@@ -9,16 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.engine.exactness import exact_config, train
+from support.engine.exactness import exact_config, merge, num_ranks, train
 from support.ranks.rank_pool import RankPool
 
 from tpengine.config import Config, validate
+from tpengine.config.details import ModelDetails
 from tpengine.config.presets import preset_config
 
 # Where bits were recorded.
@@ -65,3 +70,70 @@ def test_bits_are_those_recorded(ranks: RankPool, name: str) -> None:
     # Elsewhere the text may be another one.
     assert [float.fromhex(loss) for loss, _ in numbers] == pytest.approx(losses, rel=5e-2)
     assert got == bits.get(machine(), got), machine()
+
+
+# What architectures need beside sizes, and what is drawn of it by hand: a window in half of the layers.
+DETAILS = {
+    "llama": ModelDetails(mlp_bias=True),
+    "qwen2": ModelDetails(),
+    "qwen3": ModelDetails(head_size=6),
+    "mistral": ModelDetails(windows=(5,) * 4),
+    "gpt2": ModelDetails(max_positions=24),
+    "gemma3": ModelDetails(head_size=6, windows=(7, 0, 7, 0), local_rope_theta=100.0),
+}
+
+
+def drawn(number: int) -> Config:
+    """A configuration of 20 steps on 2 to 4 ranks; the same number draws the same one."""
+    draw = random.Random(number)
+    while True:
+        architecture = draw.choice(sorted(DETAILS))
+        tp, pp, dp = (draw.choice([1, 2, 4]) for _ in range(3))
+        schedule = draw.choice(["gpipe", "1f1b", "interleaved", "zb-h1", "zbv"])
+        kv_heads, micro_batches = draw.choice([1, 2, 4]), draw.choice([4, 8])
+        sizes: dict[str, Any] = {"zero": draw.choice([0, 1, 2, 3]), "recompute": draw.choice(["none", "block"])}
+        try:
+            base = exact_config(
+                *(dp, tp, pp),
+                layers=4,
+                steps=20,
+                dtype=draw.choice(["float32", "bfloat16"]),
+                tied=draw.random() < 0.5,
+                kv_heads=kv_heads,
+                micro_batches=micro_batches,
+                schedule=schedule,
+                **sizes,
+            )
+            model = replace(base.model, architecture=architecture, details=DETAILS[architecture])
+            parallel = replace(base.parallel, bucket_bytes=draw.choice([4_000, 40_000, 25_000_000]))
+            num = num_ranks(base)
+            if 2 <= num <= 4 and (dp > 1) == (sizes["zero"] > 0) and (pp > 1) == (schedule != "1f1b"):
+                return validate(replace(base, model=model, parallel=parallel), num)
+        except ValueError:
+            continue
+
+
+# Of each number, which together have every architecture, schedule and stage of ZeRO and tp, pp and dp of 2 and more: by
+# machine the first 16 digits of the SHA-256 of all weights after 20 steps. Revision 6da7eea gives the same.
+DRAWN: dict[int, dict[str, str]] = {
+    2: {_EPYC: "44dfa719dc842d3f"},
+    3: {_EPYC: "0d69d7f2c3c480ab"},
+    9: {_EPYC: "22b2cc769be8197c"},
+    12: {_EPYC: "674e271fb0e42824"},
+    15: {_EPYC: "cf67c56240b46314"},
+    22: {_EPYC: "2efc3d9f42762af5"},
+    23: {_EPYC: "a87d6b806ec2e21c"},
+    35: {_EPYC: "bd086abafea19888"},
+}
+
+
+@pytest.mark.slow  # a minute each
+@pytest.mark.parametrize("number", DRAWN)
+def test_weights_after_20_steps_are_those_recorded(ranks: RankPool, number: int) -> None:
+    config = drawn(number)
+    found = merge(config, ranks.run(train, num_ranks(config), config))
+    losses = [float.fromhex(loss) for loss, _ in found.numbers]
+    assert len(losses) == 20 and sum(losses[-5:]) < sum(losses[:5])
+    weights = sorted((name, shard, bits) for (name, shard, kind), bits in found.digests.items() if kind == "weight")
+    got = hashlib.sha256(repr(weights).encode()).hexdigest()[:16]
+    assert got == DRAWN[number].get(machine(), got), machine()
