@@ -99,11 +99,6 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "DataParallel against DDP, ShardedOptimizer against ZeroRedundancyOptimizer",
             ),
             (
-                "diagnose",
-                "planner.diagnosis.command",
-                "faults put into real runs: are they named, and what their removal brings",
-            ),
-            (
                 "exchange",
                 "overlap.exchange",
                 "gathers, sums and messages through shared memory, against gloo's",

@@ -1,4 +1,7 @@
-"""Rung: one process. Exact mode's bits are those that were recorded; that layouts have the same is test_exact.py's.
+"""Rung: gloo ranks. Exact mode's bits are those that were recorded; that layouts have the same is test_exact.py's.
+
+By default of one process after 3 steps. `pytest -m slow` has drawn configurations of 2 to 4 ranks after 20:
+architectures, layouts, schedules, stages of ZeRO, KV heads and sizes of buckets.
 
 A change that alters the bits of all layouts alike, such as another order of a sum, fails here. Bits belong to a
 processor, a Python (its standard library is the text) and a torch: on another machine the losses are compared, and
@@ -15,11 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine.exactness import exact_config, train
+from support.engine.exactness import exact_config, merge, num_ranks, train
 from support.ranks.rank_pool import RankPool
 
 from tpengine.config import Config, validate
 from tpengine.config.presets import preset_config
+from tpengine.config.settings import ModelDetails
 
 # Where bits were recorded.
 _EPYC = "AMD EPYC AVX2, python 3.11.7, torch 2.13.0+cpu"
@@ -66,3 +70,124 @@ def test_bits_are_those_recorded(ranks: RankPool, name: str) -> None:
     # Elsewhere the text may be another one.
     assert [float.fromhex(loss) for loss, _ in numbers] == pytest.approx(losses, rel=5e-2)
     assert got == bits.get(machine(), got), machine()
+
+
+# What architectures need beside sizes, and what is drawn of it by hand: a window in half of the layers.
+DETAILS = {
+    "llama": ModelDetails(mlp_bias=True),
+    "qwen2": ModelDetails(),
+    "qwen3": ModelDetails(head_size=6),
+    "mistral": ModelDetails(windows=(5,) * 4),
+    "gpt2": ModelDetails(max_positions=24),
+    "gemma3": ModelDetails(head_size=6, windows=(7, 0, 7, 0), local_rope_theta=100.0),
+}
+
+
+def drawn_config(architecture: str, **settings: Any) -> Config:
+    """A configuration of 20 steps; `settings` are exact_config's, and the size of buckets."""
+    parallel = {"bucket_bytes": settings.pop("bucket_bytes")}
+    base = exact_config(layers=4, steps=20, **settings)
+    model = replace(base.model, architecture=architecture, details=DETAILS[architecture])
+    return validate(replace(base, model=model, parallel=replace(base.parallel, **parallel)), num_ranks(base))
+
+
+# Drawn once; together they have every architecture, schedule and stage of ZeRO, and axes of 2 and 4. Of each by machine
+# the first 16 digits of the SHA-256 of all weights after 20 steps. Revision 6da7eea gives the same.
+DRAWN: list[tuple[Config, dict[str, str]]] = [
+    (
+        drawn_config("gemma3", dp=2, zero=2, kv_heads=4, tied=False, micro_batches=8, bucket_bytes=4_000),
+        {_EPYC: "44dfa719dc842d3f"},
+    ),
+    (
+        drawn_config(
+            "qwen3", dp=2, pp=2, zero=1, schedule="zb-h1", recompute="block", micro_batches=8, bucket_bytes=40_000
+        ),
+        {_EPYC: "0d69d7f2c3c480ab"},
+    ),
+    (
+        drawn_config("llama", tp=4, kv_heads=1, micro_batches=8, bucket_bytes=25_000_000),
+        {_EPYC: "22b2cc769be8197c"},
+    ),
+    (
+        drawn_config(
+            "gpt2",
+            tp=2,
+            pp=2,
+            schedule="zbv",
+            recompute="block",
+            kv_heads=4,
+            dtype="bfloat16",
+            tied=False,
+            micro_batches=8,
+            bucket_bytes=40_000,
+        ),
+        {_EPYC: "674e271fb0e42824"},
+    ),
+    (
+        drawn_config(
+            "gpt2",
+            dp=2,
+            pp=2,
+            zero=2,
+            schedule="interleaved",
+            recompute="block",
+            tied=False,
+            micro_batches=8,
+            bucket_bytes=4_000,
+        ),
+        {_EPYC: "cf67c56240b46314"},
+    ),
+    (
+        drawn_config(
+            "llama",
+            dp=2,
+            pp=2,
+            zero=3,
+            schedule="zbv",
+            recompute="block",
+            kv_heads=1,
+            tied=False,
+            micro_batches=8,
+            bucket_bytes=4_000,
+        ),
+        {_EPYC: "2efc3d9f42762af5"},
+    ),
+    (
+        drawn_config(
+            "qwen2",
+            pp=4,
+            schedule="gpipe",
+            recompute="block",
+            kv_heads=1,
+            dtype="bfloat16",
+            tied=False,
+            micro_batches=8,
+            bucket_bytes=40_000,
+        ),
+        {_EPYC: "a87d6b806ec2e21c"},
+    ),
+    (
+        drawn_config(
+            "mistral",
+            tp=2,
+            dp=2,
+            zero=1,
+            recompute="block",
+            kv_heads=4,
+            dtype="bfloat16",
+            bucket_bytes=25_000_000,
+        ),
+        {_EPYC: "bd086abafea19888"},
+    ),
+]
+
+
+@pytest.mark.slow  # a minute each
+@pytest.mark.parametrize(("config", "recorded"), DRAWN, ids=[config.model.architecture for config, _ in DRAWN])
+def test_weights_after_20_steps_are_those_recorded(ranks: RankPool, config: Config, recorded: dict[str, str]) -> None:
+    found = merge(config, ranks.run(train, num_ranks(config), config))
+    losses = [float.fromhex(loss) for loss, _ in found.numbers]
+    assert len(losses) == 20 and sum(losses[-5:]) < sum(losses[:5])
+    weights = sorted((name, shard, bits) for (name, shard, kind), bits in found.digests.items() if kind == "weight")
+    got = hashlib.sha256(repr(weights).encode()).hexdigest()[:16]
+    assert got == recorded.get(machine(), got), machine()

@@ -1,7 +1,7 @@
 """Rung: gloo ranks. Faults put into real runs of 2 and 4 ranks are named first.
 
 The faults' sizes are shares of the step, and verdicts are of the recorded medians: no time decides. How near what a
-change brings is to what it brought is measured by `python -m benchmarks.run diagnose`, which has the cases.
+change brings is to what it brought was measured once: benchmarks/planner/README.md.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.faults.cases import NAMED_FROM, Case, all_cases, paced_config, settings_of
+from support.faults.faulty_runs import Fault, run_with
 from support.ranks.rank_pool import RankPool
 
-from benchmarks.planner.diagnosis.cases import Case, all_cases, paced_config
-from benchmarks.planner.diagnosis.command import settings_of
-from benchmarks.planner.diagnosis.faults import Fault, run_with
-from benchmarks.planner.diagnosis.table import NAMED_FROM
 from tpengine.config import Config, validate
-from tpengine.planner.diagnose import Diagnosis, diagnose
-from tpengine.planner.diagnose import Fault as Verdict
 from tpengine.planner.diagnose.changes import changed
+from tpengine.planner.diagnose.evidence import Fault as Verdict
 from tpengine.planner.diagnose.evidence import read_evidence
-from tpengine.planner.diagnose.verdict import diagnosed
+from tpengine.planner.diagnose.verdict import Diagnosis, diagnose, diagnosed
 
 # Of runs that compute, which are dear, one size of each fault is enough. A slow reader is none of them: it is as slow
 # as a step was before, and a step that takes longer, beside another test, hides it.

@@ -6,17 +6,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.planner.diagnosis.faults import PROFILED, Fault
+
+from support.faults.faulty_runs import PROFILED, Fault
 from tpengine.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, validate
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Kind
-from tpengine.planner.diagnose import Fault as Verdict
 from tpengine.planner.diagnose.changes import changed
+from tpengine.planner.diagnose.evidence import Fault as Verdict
 from tpengine.planner.machine import CPU_CORE
 from tpengine.planner.modelled.costs import action_seconds
 from tpengine.planner.modelled.memory import memory_of
 
 SHARES = (0.1, 0.2, 0.4)
+# From this share of the step on a fault must be named; below it may be.
+NAMED_FROM = 0.2
 # Of a stage that is paced: steps take seconds, and sleeping is most of them.
 FORWARD_SECONDS = 0.03
 NO_FAULT = Fault()
@@ -34,7 +37,7 @@ class Case:
         fault: made from the seconds of a step without; what is wrong.
         healed: alike, without the fault; None where the run without is the change that the diagnosis names.
         bare: what the step is measured with from which the others are made.
-        forward_seconds: as faults.run_with; 0 computes.
+        forward_seconds: as faulty_runs.run_with; 0 computes.
     """
 
     name: str
@@ -250,3 +253,13 @@ def _layout(config: Config) -> str:
     pipeline = f" {parallel.schedule} m {config.train.num_micro_batches}" if parallel.pp != 1 else ""
     zero = f" zero {parallel.zero}" if parallel.zero else ""
     return f"tp {parallel.tp} pp {parallel.pp} dp {parallel.dp}{pipeline}{zero}"
+
+
+def settings_of(change: str) -> dict[str, Any]:
+    """Return the settings of a verdict's change, by their names: of --parallel.zero 1 (...), zero 1."""
+    words = change.split(" (")[0].split(", a batch")[0].split()
+    if not all(flag.startswith("--") for flag in words[::2]):
+        return {}
+    flags = zip(words[::2], words[1::2], strict=True)
+    settings = {flag.partition(".")[2].replace("-", "_"): value for flag, value in flags}
+    return {name: int(value) if value.isdecimal() else value for name, value in settings.items()}
