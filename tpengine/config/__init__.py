@@ -2,7 +2,6 @@
 
 settings.py      the settings: dataclasses, nothing else
 amounts.py       lengths in steps or in tokens
-dtypes.py        dtypes by all of their names
 lengths.py       a step by its sequences, a run by its tokens or epochs
 nearest.py       legal values near a wrong one
 details.py       what an architecture adds to the sizes of a model, out of its config.json

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tpengine.config.details import ModelDetails
-from tpengine.config.dtypes import Dtype
+from tpengine.dtypes import Dtype
 
 # The label of a target that is not counted in the loss: torch's convention.
 IGNORED_LABEL = -100

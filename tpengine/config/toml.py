@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpengine.config.details import ModelDetails
-from tpengine.config.dtypes import Dtype, dtype_named
 from tpengine.config.lengths import DECIDING, last_said, open_settings
 from tpengine.config.settings import Config
 from tpengine.config.toml_file import read_toml
+from tpengine.dtypes import Dtype, dtype_named
 from tpengine.spelling import choose, did_you_mean
 
 # A plain number, within what a float counts exactly.

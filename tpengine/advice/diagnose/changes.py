@@ -13,8 +13,9 @@ from typing import Any
 
 from tpengine.advice.diagnose.baseline import Baseline, Seconds
 from tpengine.config import Config, validate
+from tpengine.dtypes import dtype_bytes
 from tpengine.layout.slices import slice_numel
-from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, layout_of, training_plan
+from tpengine.layout.step_plan import Layout, gradient_bytes, layout_of, training_plan
 from tpengine.plan import SCHEDULES, Plan, Weights
 from tpengine.simulate import Costs, simulate
 from tpengine.simulate.modelled.memory import memory_of

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tpengine.advice.sheets.sheet import Sheet
+from tpengine.dtypes import dtype_bytes
 from tpengine.layout.state_bytes import num_weights, state_bytes
-from tpengine.layout.step_plan import dtype_bytes, gradient_bytes
+from tpengine.layout.step_plan import gradient_bytes
 from tpengine.plan import Recompute
 from tpengine.simulate.modelled.held.bytes import BlockBytes
 from tpengine.simulate.modelled.held.prepared import FORMS

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from tpkernels.work import Work, adamw_work
 
 from tpengine.config import Config
+from tpengine.dtypes import dtype_bytes
 from tpengine.layout.slices import slice_numel
 from tpengine.layout.state_bytes import num_weights, state_bytes
-from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, num_summed
+from tpengine.layout.step_plan import Layout, gradient_bytes, num_summed
 from tpengine.plan import Bucket, Kind, Plan, Reduced, Weights
 from tpengine.simulate import ChunkBytes, Costs
 from tpengine.simulate.machine import CPU_CORE, Machine

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tpengine.config import Config
+from tpengine.dtypes import dtype_bytes
 from tpengine.layout.state_bytes import num_weights
-from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes
+from tpengine.layout.step_plan import Layout, gradient_bytes
 from tpengine.plan import Gathered, Plan, Recompute
 from tpengine.simulate.machine import Machine
 from tpengine.simulate.modelled.held.activations import bytes_of_chunks
