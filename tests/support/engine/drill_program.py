@@ -124,8 +124,8 @@ def main_with(accident: Accident) -> None:
 
     save_file = storage.save_file
 
-    def half_a_file(blocks: Mapping[str, torch.Tensor], path: Path) -> FileEntry:
-        entry = save_file(dict(blocks), path)
+    def half_a_file(contents: Mapping[str, torch.Tensor], path: Path) -> FileEntry:
+        entry = save_file(dict(contents), path)
         if accident.mine and accident.what == "write":
             os.truncate(path, path.stat().st_size // 2)
             die()
