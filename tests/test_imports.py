@@ -6,7 +6,7 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,9 @@ TORCH_FREE = [
     "tpengine.planner.modelled.costs",
     "tpengine.data",
     "tpengine.last_words",
+    "tpengine.dtypes",
     "tpengine.files",
+    "tpengine.tensor_file",
     "tpengine.spelling",
     "tpengine.observe.activity",
     "tpengine.observe.watch",
@@ -125,7 +127,6 @@ IMPORT_LATE = {
     "tpengine/cli.py",
     "tpengine/train.py",
     "tpengine/distributed/local_ranks.py",
-    "benchmarks/training/contestants.py",
     "benchmarks/kernels/side.py",
     "benchmarks/kernels/cases/attention.py",
     "benchmarks/kernels/cases/matmul.py",
@@ -154,6 +155,69 @@ def imports_in_functions(tree: ast.Module) -> Iterator[str]:
                 yield from (alias.name for alias in node.names if alias.name.split(".")[0] in OURS)
             elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS:
                 yield node.module
+
+
+def modules() -> dict[str, Path]:
+    """Our modules by name."""
+    found = {}
+    for root, package in ((ROOT, "tpengine"), (ROOT / "kernels", "tpkernels"), (ROOT, "benchmarks")):
+        for path in (root / package).rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imported_by(path: Path, names: Collection[str]) -> set[str]:
+    """Which of our modules a file names in its imports: late ones, and those for types alone, are among them."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            # A module of a package, or what a module defines.
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= whole & set(names) or {node.module}
+    return found & set(names)
+
+
+# Pairs that still import each other.
+AWAITED = {("tpengine.training.phase_parts", "tpengine.training.trainer")}
+
+
+def circles(imports: Mapping[str, Collection[str]]) -> set[tuple[str, ...]]:
+    """Modules that reach each other, in groups: peel off what imports nothing that is left, and what nobody imports."""
+    left = {name: set(of) - {name} for name, of in imports.items()}
+    while True:
+        reached = set().union(*left.values())
+        ends = {name for name, of in left.items() if not of or name not in reached}
+        if not ends:
+            break
+        left = {name: of - ends for name, of in left.items() if name not in ends}
+    ways = {start: reachable(left, start) for start in left}
+    return {tuple(sorted(other for other in of if name in ways[other])) for name, of in ways.items() if name in of}
+
+
+def reachable(imports: Mapping[str, Collection[str]], start: str) -> set[str]:
+    """What a module imports, and what that does."""
+    found: set[str] = set()
+    ahead = list(imports[start])
+    while ahead:
+        name = ahead.pop()
+        if name not in found:
+            found.add(name)
+            ahead += imports[name]
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    files = modules()
+    assert circles({name: imported_by(path, files) for name, path in files.items()}) == AWAITED
+
+
+def test_circles_are_found() -> None:
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e", "f"}, "f": {"g"}, "g": {"e"}}
+    assert circles(imports) == {("b", "c"), ("e", "f", "g")}
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == set()
 
 
 def test_our_modules_are_imported_at_the_top_but_for_the_named() -> None:

@@ -19,12 +19,12 @@ from tpkernels.fused.kernels.slots import launch_sum_slots
 from tpkernels.launch import cdiv
 from tpkernels.ops.activation import launch_activation, launch_activation_backward
 from tpkernels.ops.adamw import launch_adamw_
+from tpkernels.ops.attention.backward import launch_attention_backward
 from tpkernels.ops.attention.forward import launch_attention
-from tpkernels.ops.attention.gradient.backward import launch_attention_backward
+from tpkernels.ops.attention.launch import Options, Sides, Tables
 from tpkernels.ops.attention.prepare import Heads, Rotary, Weights
 from tpkernels.ops.attention.prepare.backward import launch_prepare_backward
 from tpkernels.ops.attention.prepare.forward import launch_prepare
-from tpkernels.ops.attention.problem import Options, Sides, Tables
 from tpkernels.ops.buffers import launch_multiply_
 from tpkernels.ops.clip import launch_judged, launch_square_sums
 from tpkernels.ops.cross_entropy.kernel import launch_cross_entropy_gradient_, launch_cross_entropy_partials

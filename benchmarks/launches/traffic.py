@@ -89,7 +89,7 @@ def _moved(call: Call) -> int:
 
     set_dim, set_idx = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
     arguments = [_with_memory(argument) for argument in call.arguments]
-    # What a GPU's warps pass on each by itself, one thread passes on for all here (attention/gradient/turns.py).
+    # What a GPU's warps pass on each by itself, one thread passes on for all here (attention/gradients.py).
     one_thread = {"ARRIVALS": 1} if "ARRIVALS" in call.constants else {}
     with (
         counting("create_masked_load", (0, 1)),

@@ -26,11 +26,17 @@ from torch import Tensor
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.distributed.local_ranks import Ranks
+from tpengine.distributed.rank_process import imported
 
 CHECKED_STEPS = 2
 
 # Largest relative difference of losses and gradient norms that rounding explains; measured: 1e-7, 1e-15 and 3e-3.
 _TOLERANCES: Mapping[str, float] = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 2e-2}
+# Named by text, since a rank loads its own engine alone.
+_ENGINES: Mapping[str, str] = {
+    "tpengine": "benchmarks.training.own_engine:OwnEngine",
+    "torch": "benchmarks.training.torch_rival:TorchRival",
+}
 
 
 @dataclass(frozen=True)
@@ -230,10 +236,7 @@ def _known(values: object) -> float:
 def _build(entry: Entry) -> Engine:
     """Return the engine; only its own modules are imported, because imported modules count as memory."""
     corpus = open_corpus(entry.config)
-    if entry.engine == "torch":
-        from benchmarks.training.torch_rival import TorchRival
-
-        return TorchRival(entry.config, corpus, entry.rival)
-    from benchmarks.training.own_engine import OwnEngine
-
-    return OwnEngine(entry.config, corpus)
+    make = imported(_ENGINES[entry.engine])
+    rival = (entry.rival,) if entry.engine == "torch" else ()
+    engine: Engine = make(entry.config, corpus, *rival)
+    return engine

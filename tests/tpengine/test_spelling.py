@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tpengine.config.dtypes import DTYPES, dtype_named
+from tpengine.dtypes import DTYPES, dtype_named
 from tpengine.spelling import did_you_mean, meant, use
 
 MODELS = ("tiny", "bench", "llama_1b", "llama_8b", "llama_70b", "certify")

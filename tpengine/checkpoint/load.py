@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from tpengine.checkpoint.block import Block, Blocks, parts_of
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, check_file
-from tpengine.checkpoint.storage import dtype_name, fill
+from tpengine.checkpoint.storage import fill
 from tpengine.distributed.messages import all_gather_json
 from tpengine.last_words import one_line
+from tpengine.torch_dtypes import FILE_NAME_OF
 
 
 def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks], *, converts: bool = False) -> None:
@@ -62,7 +63,7 @@ def _check_tensor(directory: Path, index: Index, name: str, block: Block, conver
     remedy = "resume with the configuration it was saved with"
     if entry is None:
         raise CheckpointError(f"a checkpoint must hold every tensor of the model: {directory} has no {name}: {remedy}")
-    want = entry.dtype if converts else dtype_name(block.tensor.dtype), block.global_shape
+    want = entry.dtype if converts else FILE_NAME_OF[block.tensor.dtype], block.global_shape
     if (entry.dtype, entry.shape) != want:
         raise CheckpointError(
             f"a checkpoint must be of the same model: {directory} has {name} as {entry.dtype} {list(entry.shape)}, "

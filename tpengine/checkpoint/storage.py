@@ -1,7 +1,8 @@
 """Blocks as files: one safetensors file per rank and a JSON index; nothing is pickled, on disk or between ranks.
 
-A rank writes its blocks into one file, which is hashed meanwhile (tensor_file.py), and describes it as JSON. The first
-rank merges the descriptions into the index, writes the index last, and renames the checkpoint to its final name.
+A rank writes its blocks into one file, which is hashed meanwhile, so that no byte of it is read again, and describes
+it as JSON. The first rank merges the descriptions into the index, writes the index last, and renames the checkpoint to
+its final name.
 
 The decision a reader will question: torch.distributed.checkpoint is not used. Its planners exchange by pickle who
 writes and reads what. Here that follows from the blocks and the index alone.
@@ -9,14 +10,15 @@ writes and reads what. Here that follows from the blocks and the index alone.
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from tpengine.checkpoint.block import Block, Blocks, parts_of
 from tpengine.checkpoint.directory import CheckpointDirectory
@@ -31,7 +33,8 @@ from tpengine.checkpoint.index import (
     write_index,
 )
 from tpengine.checkpoint.run.retention import Retention
-from tpengine.checkpoint.tensor_file import DTYPE_NAMES, save_file
+from tpengine.tensor_file import header_of, write_tensors
+from tpengine.torch_dtypes import FILE_NAME_OF, memory_of
 
 
 class Writer:
@@ -75,13 +78,13 @@ class Writer:
                 contents[key] = part.tensor
                 pieces.append(Piece(part.offset, tuple(part.tensor.shape), name, key))
             first = entry.parts[0]
-            described = TensorEntry(dtype_name(first.tensor.dtype), first.global_shape, tuple(pieces))
+            described = TensorEntry(FILE_NAME_OF[first.tensor.dtype], first.global_shape, tuple(pieces))
             tensors[tensor_name] = asdict(described)
         path = self._directory.begin(self._step) / name
         return {"tensors": tensors, "files": {name: asdict(self._write(path, contents))}}
 
-    def _write(self, path: Path, contents: dict[str, torch.Tensor]) -> FileEntry:
-        entry = save_file(contents, str(path))
+    def _write(self, path: Path, contents: dict[str, Tensor]) -> FileEntry:
+        entry = save_file(contents, path)
         # All who may read the directory may read its files, whatever the umask of this process.
         path.chmod(path.parent.stat().st_mode & 0o666)
         return entry
@@ -108,6 +111,28 @@ class Writer:
         self._directory.complete(self._step)
         spared = self._told(self._step) if self._told is not None else ()
         return self._besides.remove_others(self._directory, self._keep, spared)
+
+
+def save_file(contents: Mapping[str, Tensor], path: Path) -> FileEntry:
+    """Write tensors to a safetensors file, as the library does, and have them on disk.
+
+    Args:
+        contents: contiguous tensors on the host, by their names in the file.
+        path: of the file; one that is there is replaced.
+
+    Returns:
+        Its size and SHA-256, computed from what was handed to the system.
+
+    Raises:
+        OSError: it cannot be written; a part of it may be left.
+    """
+    # In the library's order, widest first: so every tensor is aligned to its own elements.
+    places = {dtype: place for place, dtype in enumerate(FILE_NAME_OF)}
+    ordered = sorted(contents.items(), key=lambda item: (places[item[1].dtype], item[0]))
+    header = header_of((name, FILE_NAME_OF[tensor.dtype], tensor.shape) for name, tensor in ordered)
+    digest = hashlib.sha256()
+    num_bytes = write_tensors(path, header, (memory_of(tensor) for _, tensor in ordered), digest)
+    return FileEntry(num_bytes, digest.hexdigest())
 
 
 def fill(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> None:
@@ -164,13 +189,3 @@ def _slices(bounds: Sequence[tuple[int, int]], offset: Sequence[int]) -> tuple[s
 def _key(name: str, block: Block) -> str:
     """Return a block's name in a file: tensor and offset, since a rank may hold several blocks of one tensor."""
     return f"{name}@{','.join(map(str, block.offset))}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return safetensors' name of a dtype."""
-    return DTYPE_NAMES[dtype]
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that safetensors' name means."""
-    return next(dtype for dtype, its_name in DTYPE_NAMES.items() if its_name == name)

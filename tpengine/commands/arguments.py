@@ -25,13 +25,13 @@ from tpengine.architectures.registry import check_architecture
 from tpengine.checkpoint.run.resume import continued_config, has_begun, saved_config, without_layout
 from tpengine.commands.given import config_given, permit_settings
 from tpengine.config import Config, decay_steps_of, resolve_layout, validate_run
-from tpengine.config.dtypes import Dtype, dtype_named
 from tpengine.config.lengths import last_said, with_batch, with_epochs
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.ranges import check_ranges
 from tpengine.config.settings import ModelDetails
 from tpengine.data import TextCorpus, open_corpus
 from tpengine.distributed.launch import Launch
+from tpengine.dtypes import Dtype, dtype_named
 from tpengine.last_words import USER_ERROR, one_line, say, tell_torchrun
 from tpengine.spelling import choose, meant
 

@@ -7,8 +7,8 @@ import importlib.metadata
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tpengine.config.dtypes import DTYPES, dtype_named
 from tpengine.config.lengths import tokens_of
+from tpengine.dtypes import DTYPES, dtype_named
 from tpengine.spelling import use
 
 # No count that anybody means has more.

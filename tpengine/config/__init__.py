@@ -1,11 +1,13 @@
 """The configuration of a run, and which configurations are legal. No torch.
 
-settings.py     the settings: dataclasses, nothing else; what an architecture adds; what train.spike says dtypes.py
-dtypes by all of their names lengths.py      lengths in steps or tokens; a step by its sequences, a run by its tokens or
-epochs; how steps are counted ranges.py       which values are legal by themselves, and legal ones near a wrong one
-rules.py        which are legal together, and how sizes that were left out are filled in phases.py       the phases of a
-run: their steps, their settings, where their samples begin toml.py         a configuration written as TOML and read
-back presets.py      named runs exact_sizes.py  how exact mode cuts model and batch, independently of the layout
+settings.py     the settings: dataclasses, nothing else; what an architecture adds; what train.spike says
+lengths.py      lengths in steps or tokens; a step by its sequences, a run by its tokens or epochs; numbers of steps
+ranges.py       which values are legal by themselves, and legal ones near a wrong one
+rules.py        which are legal together, and how sizes that were left out are filled in
+phases.py       the phases of a run: their steps, their settings, where their samples begin
+toml.py         a configuration written as TOML and read back
+presets.py      named runs
+exact_sizes.py  how exact mode cuts model and batch, independently of the layout
 """
 
 from tpengine.config.exact_sizes import num_blocks, num_shards_of, shards_said

@@ -19,7 +19,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast, get_args
 
-from tpengine.config.dtypes import Dtype
+from tpengine.dtypes import Dtype
 from tpengine.spelling import meant
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]

@@ -14,9 +14,9 @@ from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tpengine.config.dtypes import Dtype, dtype_named
 from tpengine.config.lengths import DECIDING, last_said, open_settings
 from tpengine.config.settings import Config, ModelDetails
+from tpengine.dtypes import Dtype, dtype_named
 from tpengine.spelling import choose, did_you_mean
 
 # A plain number, within what a float counts exactly.

@@ -65,7 +65,7 @@ class Ranks:
             with _environment(**variables):
                 for rank in range(world):
                     ours, theirs = context.Pipe()
-                    work = (theirs, rank, world, store, factory, args)
+                    work = (theirs, rank, world, store, THREADS_PER_RANK, factory, args)
                     process = context.Process(target=_run_rank, args=work, daemon=True)
                     process.start()
                     theirs.close()

@@ -16,8 +16,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from tpengine.distributed.local_ranks import THREADS_PER_RANK
-
 
 class Function:
     """A function, named as a factory is, as an object with one method."""
@@ -34,16 +32,25 @@ class NotImportable(ValueError):
     """There is no such module or name; the message is one line, because a traceback would not say more."""
 
 
-def serve(connection: Connection, rank: int, world: int, store: str, factory: str, args: tuple[Any, ...]) -> NoReturn:
+def serve(
+    connection: Connection,
+    rank: int,
+    world: int,
+    store: str,
+    num_threads: int,
+    factory: str,
+    args: tuple[Any, ...],
+) -> NoReturn:
     """Be one rank; ends the process.
 
     Args:
         connection: to the parent; it gets (True, answer) for the construction and each call, or once (False, report).
         store: path of the file over which the group meets.
+        num_threads: of torch in this rank.
         factory: see Ranks.
     """
     try:
-        torch.set_num_threads(THREADS_PER_RANK)
+        torch.set_num_threads(num_threads)
         make = imported(factory)
         _join(store, rank, world)
         target = make(*args)

@@ -1,6 +1,5 @@
 """Directories of Hugging Face weights: read into any layout, and written. Nothing is pickled, and no network is used.
 
-header.py                the header of a safetensors file, checked; no torch
 directory.py check.py    a model's directory: what its files hold, and whether this is what a model wants; no torch
 source.py read.py        bytes of open files, counted; boxes of parameters out of them
 write.py                 files of at most 5 GB with their index, a block of rows at a time

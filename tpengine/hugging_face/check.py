@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from tpengine.hugging_face.directory import FLOATS, ModelDirectory
+from tpengine.dtypes import FILE_NAMES
+from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.source import Source
 from tpengine.layout.stored import Stored
 
@@ -58,10 +59,10 @@ def check_tensors(directory: ModelDirectory, wanted: Iterable[Stored], ignorable
             "config.json and weights belong together"
         )
     for name in shapes:
-        if held[name].dtype not in FLOATS.values():
+        if held[name].dtype not in FILE_NAMES.values():
             raise ValueError(
                 f"weights must not be quantized: {held[name].path} has {name} as {held[name].dtype}: dequantize them "
-                f"first, to one of {', '.join(FLOATS)}"
+                f"first, to one of {', '.join(FILE_NAMES)}"
             )
 
 

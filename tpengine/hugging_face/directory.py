@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tpengine.hugging_face.header import FileTensor, read_header
+from tpengine.dtypes import FILE_NAMES
+from tpengine.tensor_file import FileTensor, read_header
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-
-# config.json's names of the dtypes that weights may have, and the files' names of the same.
-FLOATS: Mapping[str, str] = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.+-]+\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -91,9 +89,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
             "with transformers' model.dequantize()"
         )
     for key in ("dtype", "torch_dtype"):
-        if (name := config.get(key)) is not None and name not in tuple(FLOATS):
+        if (name := config.get(key)) is not None and name not in tuple(FILE_NAMES):
             raise ValueError(
-                f"{key} must be one of {', '.join(FLOATS)}: {path} has {str(name)[:40]!r}: save the model again in "
+                f"{key} must be one of {', '.join(FILE_NAMES)}: {path} has {str(name)[:40]!r}: save the model again in "
                 "one of them"
             )
     return config

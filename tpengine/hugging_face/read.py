@@ -16,21 +16,17 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from tpengine.hugging_face.directory import ModelDirectory
-from tpengine.hugging_face.header import FileTensor
 from tpengine.hugging_face.source import Source
 from tpengine.layout.stored import FileBox, Stored
-
-TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-)
+from tpengine.tensor_file import FileTensor
+from tpengine.torch_dtypes import TORCH_DTYPES, memory_of
 
 # Larger is not faster, and a copy out of it is still in a core's cache.
 REGION_BYTES = 4 * 2**20
@@ -112,7 +108,7 @@ class BoxReader:
             matrix = matrix.t()
         dtype = TORCH_DTYPES[tensor.dtype]
         if target.dtype == dtype and target.device.type == "cpu" and matrix.is_contiguous():
-            self._read(_bytes_of(matrix), tensor, stored.matrix[1], box, dtype.itemsize)
+            self._read(memory_of(matrix), tensor, stored.matrix[1], box, dtype.itemsize)
             return
         for region in _regions(box, REGION_BYTES // dtype.itemsize):
             values = self._buffered(tensor, stored.matrix[1], region, dtype)
@@ -131,7 +127,7 @@ class BoxReader:
             self._of_thread.buffer = torch.empty(REGION_BYTES, dtype=torch.uint8)
         num_bytes = region.num_rows * region.num_columns * dtype.itemsize
         values: Tensor = self._of_thread.buffer[:num_bytes]
-        self._read(_bytes_of(values), tensor, row_length, region, dtype.itemsize)
+        self._read(memory_of(values), tensor, row_length, region, dtype.itemsize)
         return values.view(dtype).view(region.num_rows, region.num_columns)
 
     def _read(self, memory: memoryview, tensor: FileTensor, row_length: int, region: FileBox, itemsize: int) -> None:
@@ -144,11 +140,6 @@ class BoxReader:
         for row in range(region.num_rows):
             begin = tensor.begin + (first + row * row_length) * itemsize
             self.source.read_into(memory[row * run_bytes : (row + 1) * run_bytes], tensor.path, begin)
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _as_matrix(target: Tensor, num_rows: int) -> Tensor:

@@ -2,8 +2,6 @@
 
 Which tensor goes into which file is planned from shapes and dtypes, before the first block is asked for. A tensor is
 written under each name that it is given with: whether two share their memory is never asked, so none is left out.
-
-The decision a reader will question: the library's save_file is not used, since it wants a file's tensors whole.
 """
 
 from __future__ import annotations
@@ -14,17 +12,19 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from tpengine.dtypes import FILE_BITS
 from tpengine.hugging_face.directory import INDEX, WEIGHTS
-from tpengine.hugging_face.header import DTYPE_BITS, LENGTH_BYTES
-from tpengine.hugging_face.read import TORCH_DTYPES
 from tpengine.layout.stored import Stored
+from tpengine.tensor_file import header_of, write_tensors
+from tpengine.torch_dtypes import TORCH_DTYPES, memory_of
 
 LARGEST_FILE_BYTES = 5_000_000_000
+# As transformers and torch's tools expect it.
+_METADATA = {"format": "pt"}
 
 # Elements of a block: 4 MiB of float64.
 BLOCK_ELEMENTS = 2**19
@@ -52,7 +52,7 @@ class TensorToWrite:
     @property
     def num_bytes(self) -> int:
         """Bytes of its values."""
-        return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+        return math.prod(self.shape) * FILE_BITS[self.dtype] // 8
 
 
 def write_weights(
@@ -99,34 +99,17 @@ def plan_files(tensors: Sequence[TensorToWrite], largest_file_bytes: int) -> lis
     """
     files: list[list[TensorToWrite]] = [[]]
     # A tensor's part of a header, its offsets as long as they can be, is the same in any file.
-    empty = held = len(_header([])) + LENGTH_BYTES
+    empty = held = len(header_of([], _METADATA)) + 8
     for tensor in tensors:
-        entry = {tensor.name: _entry(tensor, 10**15)}
-        num_bytes = tensor.num_bytes + len(json.dumps(entry))
+        entry = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [10**15, 10**15 + tensor.num_bytes]}
+        num_bytes = tensor.num_bytes + len(json.dumps({tensor.name: entry}))
         if files[-1] and held + num_bytes > largest_file_bytes:
             files.append([])
             held = empty
         files[-1].append(tensor)
         held += num_bytes
     # Who maps a file wants each tensor to begin at a multiple of its element's size.
-    return [sorted(file, key=lambda tensor: -DTYPE_BITS[tensor.dtype]) for file in files]
-
-
-def _entry(tensor: TensorToWrite, begin: int) -> dict[str, Any]:
-    return {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, begin + tensor.num_bytes]}
-
-
-def _header(tensors: Sequence[TensorToWrite]) -> bytes:
-    """Return the length and the header of a file."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for tensor in tensors:
-        header[tensor.name] = _entry(tensor, begin)
-        begin += tensor.num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # Padded, so that the values begin at a multiple of 8.
-    text += b" " * (-len(text) % LENGTH_BYTES)
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+    return [sorted(file, key=lambda tensor: -FILE_BITS[tensor.dtype]) for file in files]
 
 
 def write_file(path: Path, tensors: Sequence[TensorToWrite]) -> None:
@@ -139,18 +122,20 @@ def write_file(path: Path, tensors: Sequence[TensorToWrite]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with path.open("wb") as file:
-        file.write(_header(tensors))
-        for tensor in tensors:
-            dtype, num_bytes = TORCH_DTYPES[tensor.dtype], 0
-            for block in tensor.blocks():
-                inner = tuple(block.shape[1:])
-                assert inner == tensor.shape[1:], f"{tensor.name} {tensor.shape}: a block has rows of {inner}"
-                values = block.detach().to("cpu", dtype).contiguous().view(-1).view(torch.uint8)
-                num_bytes += file.write(values.numpy().data)
-            assert num_bytes == tensor.num_bytes, f"{tensor.name} {tensor.shape}: blocks have {num_bytes} bytes"
-        file.flush()
-        os.fsync(file.fileno())
+    header = header_of(((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors), _METADATA)
+    write_tensors(path, header, (block for tensor in tensors for block in _bytes_of(tensor)))
+
+
+def _bytes_of(tensor: TensorToWrite) -> Iterator[memoryview]:
+    """Yield a tensor's blocks in its dtype, and see to it that they are all of it."""
+    dtype, num_bytes = TORCH_DTYPES[tensor.dtype], 0
+    for block in tensor.blocks():
+        inner = tuple(block.shape[1:])
+        assert inner == tensor.shape[1:], f"{tensor.name} {tensor.shape}: a block has rows of {inner}"
+        values = memory_of(block.detach().to("cpu", dtype).contiguous())
+        num_bytes += len(values)
+        yield values
+    assert num_bytes == tensor.num_bytes, f"{tensor.name} {tensor.shape}: blocks have {num_bytes} bytes"
 
 
 def tensors_to_write(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tpkernels.ops.attention.by_torch import attention_by_torch
+from tpkernels.ops.attention.choice import attention_by_torch
 from tpkernels.ops.attention.prepare import Heads, Rotary, Weights, prepare_backward, prepare_forward
 
 from tpengine.layers.gradient_sink import check_reaches, total_of

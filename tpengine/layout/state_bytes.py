@@ -21,9 +21,10 @@ from typing import NamedTuple
 from tpengine.config import Config, num_blocks, num_shards_of
 from tpengine.config.exact_sizes import num_gradient_buffers
 from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
+from tpengine.dtypes import dtype_bytes
 from tpengine.layout.parameters import Piece, leaf_parts, pieces_of, stage_specs
 from tpengine.layout.slices import BlockCut, parts_of, slice_numel
-from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, reduced_of
+from tpengine.layout.step_plan import Layout, gradient_bytes, reduced_of
 from tpengine.plan import Reduced
 
 # AdamW (training/update/optimizer.py) keeps two moments per element, in the accumulation dtype.

@@ -15,6 +15,7 @@ from tpkernels.work import attention_work, matmul_work
 
 from tpengine.config import Config, ModelConfig, num_evaluated, num_shards_of, schedule_of
 from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
+from tpengine.dtypes import dtype_bytes
 from tpengine.layout.parameters import (
     EMBEDDING,
     BucketLayout,
@@ -47,9 +48,6 @@ from tpengine.plan import (
     verify,
 )
 from tpengine.plan.clock import whole_unit_durations
-
-_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
 
 # A lookup moves D elements per token. Counted as this many flops per element it still never outweighs a layer.
 _EMBEDDING_FLOPS_PER_ELEMENT = 2
@@ -101,11 +99,6 @@ class Layout:
     def ends_share_a_rank(self) -> bool:
         """Whether one rank holds the model's first chunk and its last."""
         return self.ranks[0] == self.ranks[-1]
-
-
-def dtype_bytes(dtype: str) -> int:
-    """Bytes of an element of a parameter or activation."""
-    return _DTYPE_BYTES[dtype]
 
 
 def gradient_bytes(dtype: str) -> int:

@@ -26,12 +26,11 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tpengine.dtypes import dtype_bytes
 from tpengine.plan.actions import COMPUTE, SENDS, TRANSFERS, Action, Kind, counterpart, peer_chunk
 from tpengine.plan.clock import unit_durations
 from tpengine.plan.plan import Plan, TensorSpec
 from tpengine.plan.timeline import Span
-
-_ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -128,14 +127,9 @@ def transfer_bytes(plan: Plan, transfer: Action) -> int:
     return spec_bytes(spec)
 
 
-def item_bytes(dtype: str) -> int:
-    """Return the bytes per element of a dtype, given by name."""
-    return _ITEM_BYTES[dtype]
-
-
 def spec_bytes(spec: TensorSpec) -> int:
     """Return the bytes of a boundary tensor."""
-    return math.prod(spec.shape) * item_bytes(spec.dtype)
+    return math.prod(spec.shape) * dtype_bytes(spec.dtype)
 
 
 def unit_costs(plan: Plan) -> Costs:

@@ -26,7 +26,7 @@ from benchmarks.planner.blind.predictions import Prediction
 from benchmarks.planner.machine.sizes import sizes_of
 from tpengine.config import Config
 from tpengine.distributed.local_ranks import Ranks, RanksFailed
-from tpengine.layout.step_plan import dtype_bytes
+from tpengine.dtypes import dtype_bytes
 from tpengine.planner.machine import Machine
 
 PREDICTIONS, _JOURNAL = "predictions.json", "journal.jsonl"

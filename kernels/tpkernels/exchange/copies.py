@@ -21,17 +21,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tpkernels.symmetric.signals import reached, wrapped
 from tpkernels.symmetric.signals_kernel import LINE_WORDS, MISMATCH, POISON, PUBLISHED, TIMED_OUT, VERDICT_WORDS
-from tpkernels.symmetric.wait_kernels import launch_wait
-
-if TYPE_CHECKING:
-    from tpkernels.exchange.device_arena import DeviceArena
+from tpkernels.symmetric.wait_kernels import ControlArea, launch_wait
 
 _LOOKS_BETWEEN_SLEEPS = 100
 
@@ -53,10 +50,29 @@ class Fetch:
     copies: tuple[Copy, ...]
 
 
+class CopiedArea(ControlArea, Protocol):
+    """What a copy engine needs of its rank's arena: CopiedArea says what each is."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def timeout_seconds(self) -> float: ...
+
+    @property
+    def clock(self) -> Callable[[], float]: ...
+
+    def control_of(self, rank: int) -> Tensor: ...
+
+    def word(self, index: int) -> Tensor: ...
+
+    def epoch_of(self, generation: int) -> Tensor: ...
+
+
 class Copies(Protocol):
     """One rank's copy engine."""
 
-    def start(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
+    def start(self, arena: CopiedArea, fetches: Sequence[Fetch], generation: int, call: int) -> None:
         """Begin to fetch, in this order, after everything that has been launched so far.
 
         Args:
@@ -88,7 +104,7 @@ class StreamCopies:
         # Keep the tensors alive: their memory must not be reused on the caller's stream while they are copied.
         self._under_way: list[Fetch | Tensor] = []
 
-    def start(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
+    def start(self, arena: CopiedArea, fetches: Sequence[Fetch], generation: int, call: int) -> None:
         self._under_way += fetches
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -133,7 +149,7 @@ class HostCopies:
         self._thread: ThreadPoolExecutor | None = None
         self.started: list[Future[None]] = []
 
-    def start(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
+    def start(self, arena: CopiedArea, fetches: Sequence[Fetch], generation: int, call: int) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="tpkernels-copies")
         ordered = list(fetches)
@@ -155,7 +171,7 @@ class HostCopies:
         self.started.clear()
 
     @torch.no_grad()
-    def _fetch(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
+    def _fetch(self, arena: CopiedArea, fetches: Sequence[Fetch], generation: int, call: int) -> None:
         for fetch in fetches:
             self._pause()
             # Read the epoch as late as a GPU's engine does.
@@ -174,7 +190,7 @@ class HostCopies:
             time.sleep(self._generator.uniform(0, self._most_seconds))
 
 
-def has_published(arena: DeviceArena, peer: int, epoch: int, call: int) -> bool:
+def has_published(arena: CopiedArea, peer: int, epoch: int, call: int) -> bool:
     """Wait as wait_kernels.wait_kernel does; return False if the group is poisoned."""
     line = PUBLISHED + peer
     flag, number = arena.word(line * LINE_WORDS), arena.word(line * LINE_WORDS + 1 + (epoch & 1))
@@ -197,7 +213,7 @@ def has_published(arena: DeviceArena, peer: int, epoch: int, call: int) -> bool:
     return True
 
 
-def give_up(arena: DeviceArena, reason: int, peer: int, line: int, epoch: int, seen: int, call: int) -> None:
+def give_up(arena: CopiedArea, reason: int, peer: int, line: int, epoch: int, seen: int, call: int) -> None:
     """Poison the control areas of all ranks, as signals_kernel.give_up does."""
     verdict = (reason, arena.rank, peer, line, wrapped(epoch), seen, call)
     for rank in range(arena.world):

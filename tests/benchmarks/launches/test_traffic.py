@@ -9,8 +9,8 @@ from support.ranks.rank_pool import RankPool
 pytest.importorskip("triton")
 
 from tpkernels.launch import Target, observed
-from tpkernels.ops.attention.gradient.backward import launch_attention_backward
-from tpkernels.ops.attention.problem import Options, Sides, Tables
+from tpkernels.ops.attention.backward import launch_attention_backward
+from tpkernels.ops.attention.launch import Options, Sides, Tables
 from tpkernels.ops.matmul.kernel import launch_matmul
 from tpkernels.ops.norm.kernel import launch_norm
 

@@ -15,8 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.ranks.rank_pool import RankPool
-from tpkernels.exchange.copies import Fetch
-from tpkernels.exchange.device_arena import DeviceArena
+from tpkernels.exchange.copies import CopiedArea, Fetch
 from tpkernels.launch import Target, observed
 from tpkernels.symmetric.wait_kernels import launch_wait
 
@@ -54,7 +53,7 @@ class LookedAt:
     def launch(self, kernel: Callable[[], None], target: torch.Tensor) -> None:
         kernel()
 
-    def start(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
+    def start(self, arena: CopiedArea, fetches: Sequence[Fetch], generation: int, call: int) -> None:
         for fetch in fetches:
             if fetch.peer != arena.rank:
                 launch_wait(arena, fetch.peer, 1, generation, call)

@@ -9,8 +9,8 @@ from typing import Any
 
 from tpengine.architectures.model_path import model_at
 from tpengine.config import ModelConfig
+from tpengine.dtypes import FILE_BITS
 from tpengine.hugging_face.directory import INDEX
-from tpengine.hugging_face.header import DTYPE_BITS
 from tpengine.hugging_face.names import stored_of
 
 NUM_FILES = 8
@@ -41,12 +41,12 @@ def sparse_model(directory: Path, dtype: str) -> int:
     for stored in sorted((place for _, place in places.values()), key=lambda place: -place.matrix[0] * place.matrix[1]):
         smallest = sizes.index(min(sizes))
         files[smallest][stored.name] = stored.shape
-        sizes[smallest] += stored.matrix[0] * stored.matrix[1] * DTYPE_BITS[dtype] // 8
+        sizes[smallest] += stored.matrix[0] * stored.matrix[1] * FILE_BITS[dtype] // 8
     weight_map = {}
     for number, shapes in enumerate(files):
         header, end = {}, 0
         for name, shape in shapes.items():
-            begin, end = end, end + DTYPE_BITS[dtype] // 8 * math.prod(shape)
+            begin, end = end, end + FILE_BITS[dtype] // 8 * math.prod(shape)
             header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
             weight_map[name] = f"model-{number}.safetensors"
         text = json.dumps(header).encode()

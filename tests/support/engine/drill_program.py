@@ -122,16 +122,16 @@ def main_with(accident: Accident) -> None:
             super().__init__(*args, **kwargs)
             accident.prepare(self)
 
-    save_file = storage.save_file  # type: ignore[attr-defined]
+    save_file = storage.save_file
 
-    def half_a_file(blocks: Mapping[str, torch.Tensor], path: str) -> FileEntry:
-        entry = save_file(dict(blocks), path)
+    def half_a_file(contents: Mapping[str, torch.Tensor], path: Path) -> FileEntry:
+        entry = save_file(dict(contents), path)
         if accident.mine and accident.what == "write":
-            os.truncate(path, Path(path).stat().st_size // 2)
+            os.truncate(path, path.stat().st_size // 2)
             die()
         return entry
 
-    storage.save_file = half_a_file  # type: ignore[attr-defined, assignment]
+    storage.save_file = half_a_file
     run.Trainer = Endangered  # type: ignore[attr-defined]
     main()
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-
 from support.faults.faulty_runs import PROFILED, Fault
 from tpengine.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, validate
 from tpengine.layout.step_plan import layout_of, training_plan

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from tpkernels.ops.attention import attention
 from tpkernels.ops.attention.host import AttentionDropout
+from tpkernels.ops.attention.launch import Options, Sides, Tables
 from tpkernels.ops.attention.operator import attention_op
-from tpkernels.ops.attention.problem import Options, Sides, Tables
 from tpkernels.ops.attention.reference import attention_reference
 from tpkernels.ops.dropout import DropoutStream
 

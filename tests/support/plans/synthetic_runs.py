@@ -10,8 +10,9 @@ from pathlib import Path
 from support.plans.records import recorded
 from tpengine.config import Config
 from tpengine.config.toml import dump_toml
+from tpengine.dtypes import dtype_bytes
 from tpengine.layout.slices import slice_numel
-from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, layout_of, training_plan
+from tpengine.layout.step_plan import Layout, gradient_bytes, layout_of, training_plan
 from tpengine.observe.record_costs import MeasuredStep, metered_name, profile_of, ranks_of, step_seconds
 from tpengine.plan import Kind, Plan, Residency, Weights
 from tpengine.planner import Costs, simulate

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from tpkernels.exchange.communicator import Communicator
-from tpkernels.exchange.copies import Fetch, StreamCopies
+from tpkernels.exchange.copies import CopiedArea, Fetch, StreamCopies
 from tpkernels.exchange.device_arena import DeviceArena
 
 from support.kernels.precision import unwritten_is_nan
@@ -54,7 +54,7 @@ class LateCopies(StreamCopies):
         super().__init__(device)
         self._generator = generator
 
-    def start(self, arena: DeviceArena, fetches: Sequence[Fetch], generation: int, call: int) -> None:
+    def start(self, arena: CopiedArea, fetches: Sequence[Fetch], generation: int, call: int) -> None:
         with torch.cuda.stream(self._stream):
             torch.cuda._sleep(self._generator.randrange(DELAY_CYCLES))
         super().start(arena, fetches, generation, call)

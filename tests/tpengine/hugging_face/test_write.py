@@ -18,7 +18,7 @@ import tpengine.hugging_face.write as write
 from benchmarks.harness.resident_memory import forget_peak, peak_bytes, resident_bytes
 from tpengine.files import new_directory
 from tpengine.hugging_face.directory import INDEX, WEIGHTS, ModelDirectory, open_directory
-from tpengine.hugging_face.read import TORCH_DTYPES, BoxReader
+from tpengine.hugging_face.read import BoxReader
 from tpengine.hugging_face.write import (
     ReadParameter,
     TensorToWrite,
@@ -26,6 +26,7 @@ from tpengine.hugging_face.write import (
     write_weights,
 )
 from tpengine.layout.stored import Stored
+from tpengine.torch_dtypes import TORCH_DTYPES
 
 needs_a_peak = pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux tells the peak of a process"

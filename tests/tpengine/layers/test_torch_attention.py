@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from tpkernels.exchange.communicator import Communicator
-from tpkernels.ops.attention import by_torch, choice
+from tpkernels.ops.attention import choice
 from tpkernels.ops.attention.choice import Problem, Whose
 from tpkernels.ops.matmul import tuned
 from tpkernels.ops.matmul.tuned import TunedAttention, TunedFile, written
@@ -144,7 +144,7 @@ PACKED = Documents.of([0, 5, 32, 40, 41, 64], SEQ)
 def test_windows_and_documents_go_by_varlen_attn(
     rows: int | Documents, scores: Scores, norm: type[Norm] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(by_torch, "_varlen", written_out)
+    monkeypatch.setattr(choice, "_varlen", written_out)
     asked: list[Problem] = []
 
     def chosen(problem: Problem, whose: str) -> str:
@@ -219,5 +219,5 @@ def test_on_a_gpu_errors_are_at_most_twice_ours(name: str, packed: bool, monkeyp
 def test_one_token_gets_its_value_whichever_backend_was_chosen(backend: str) -> None:
     """cuDNN refuses it, and a CPU has neither."""
     q, (k, v) = torch.randn(2, 1, 4, 16), torch.randn(2, 2, 1, 2, 16)
-    y = by_torch.attention_by_torch(q, k, v, backend, scale=0.25)
+    y = choice.attention_by_torch(q, k, v, backend, scale=0.25)
     assert torch.allclose(y, v.repeat_interleave(2, dim=2), rtol=2 * torch.finfo(y.dtype).eps, atol=0.0)

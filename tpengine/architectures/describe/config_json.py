@@ -13,10 +13,10 @@ from typing import Any
 from tpengine.architectures.describe.rope import read_rope
 from tpengine.config.ranges import RANGES
 from tpengine.config.settings import RopeScaling
+from tpengine.dtypes import DTYPES
 
 _REQUIRED = object()
 _MOST = 2**53
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ConfigJson:
         """
         said = self.values.get("dtype", self.values.get("torch_dtype"))
         name = said.removeprefix("torch.") if isinstance(said, str) else None
-        return name if name in _DTYPES else None
+        return name if name in DTYPES else None
 
     def without(self, *names: str) -> ConfigJson:
         """Return the same without some entries."""

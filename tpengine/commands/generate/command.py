@@ -19,9 +19,10 @@ from tpengine.checkpoint.run.resume import saved_config
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, validate
 from tpengine.distributed.launch import num_cores
 from tpengine.distributed.local_ranks import Ranks
+from tpengine.dtypes import FILE_NAMES
 from tpengine.generation.drawing import Drawing
 from tpengine.generation.text import Stream, Vocabulary, marks_of, vocabulary_of
-from tpengine.hugging_face.directory import FLOATS, open_directory
+from tpengine.hugging_face.directory import open_directory
 from tpengine.terminal import write_text
 
 _RANK = "tpengine.generation.rank:GeneratingRank"
@@ -110,7 +111,7 @@ def find_model(options: Options) -> Source:
     else:
         asked = ModelConfig(path=options.model, architecture=options.architecture or ModelConfig().architecture)
         model, directory, trained_on = model_at(asked), Path(options.model), None
-        dtype = options.dtype or next(name for name, of in FLOATS.items() if of == open_directory(directory).dtype)
+        dtype = options.dtype or next(name for name, of in FILE_NAMES.items() if of == open_directory(directory).dtype)
     # Nothing is dropped, and a pass is one micro-batch of one sequence.
     model = replace(model, residual_dropout=0.0, attention_dropout=0.0, mlp_dropout=0.0)
     train = TrainConfig(

@@ -26,9 +26,10 @@ from tpengine.checkpoint.run.resume import saved_config
 from tpengine.checkpoint.storage import fill
 from tpengine.commands.weights.progress import shown
 from tpengine.config import Config, ModelConfig
+from tpengine.dtypes import FILE_NAMES
 from tpengine.files import new_directory
 from tpengine.hugging_face.companions import copy_companions
-from tpengine.hugging_face.directory import CONFIG, FLOATS
+from tpengine.hugging_face.directory import CONFIG
 from tpengine.hugging_face.kept import kept_dtypes
 from tpengine.hugging_face.names import name_of, stored_of
 from tpengine.hugging_face.write import tensors_to_write, write_weights
@@ -55,8 +56,8 @@ def export(run: Path, step: int | None, out: Path, dtype: str | None = None, own
         ValueError: no such checkpoint, or a damaged one; an output directory that is not empty; an architecture whose
             config.json the run does not have.
     """
-    if dtype is not None and dtype not in FLOATS:
-        raise ValueError(f"--dtype must be one of {', '.join(FLOATS)}: got {dtype!r}: use float32")
+    if dtype is not None and dtype not in FILE_NAMES:
+        raise ValueError(f"--dtype must be one of {', '.join(FILE_NAMES)}: got {dtype!r}: use float32")
     config = saved_config(str(run), own)
     directory, index = checkpoint_of(run, step)
     values = config_json(config, run)
@@ -69,7 +70,7 @@ def export(run: Path, step: int | None, out: Path, dtype: str | None = None, own
         most = Counter[str]()
         for tensor in tensors:
             most[tensor.dtype] += tensor.num_bytes
-        name = next(name for name, short in FLOATS.items() if short == most.most_common(1)[0][0])
+        name = next(name for name, short in FILE_NAMES.items() if short == most.most_common(1)[0][0])
         values |= {"dtype": name, "torch_dtype": name}
         (beside / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         copy_companions(run, beside)
@@ -119,7 +120,7 @@ def _dtypes(config: Config, run: Path, dtype: str | None) -> Mapping[str, str] |
     """Return the dtype of each tensor by its name in the files, or that of all."""
     kept = kept_dtypes(run)
     if dtype is not None or kept is None:
-        return FLOATS[dtype or config.train.dtype]
+        return FILE_NAMES[dtype or config.train.dtype]
     return kept
 
 

@@ -37,9 +37,10 @@ from tpengine.hugging_face.check import check_tied
 from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.kept import hand_on, keep_source
 from tpengine.hugging_face.names import stored_of, tied_names
-from tpengine.hugging_face.read import TORCH_DTYPES, BoxReader
+from tpengine.hugging_face.read import BoxReader
 from tpengine.hugging_face.write import ReadParameter, TensorToWrite, plan_files, tensors_to_write, write_file
 from tpengine.layout.stored import Stored
+from tpengine.torch_dtypes import TORCH_DTYPES
 from tpengine.training.state.beginning import check_beginning
 from tpengine.training.state.training_state import MASTER, hf_name
 

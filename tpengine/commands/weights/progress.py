@@ -15,7 +15,7 @@ from typing import TextIO, cast
 
 from torch import Tensor
 
-from tpengine.hugging_face.header import DTYPE_BITS
+from tpengine.dtypes import FILE_BITS
 from tpengine.hugging_face.write import TensorToWrite
 from tpengine.terminal import escaped, raw
 
@@ -80,4 +80,4 @@ def shown(tensors: Sequence[TensorToWrite], what: str) -> Iterator[list[TensorTo
 def _counted(tensor: TensorToWrite, progress: ByteProgress) -> Iterable[Tensor]:
     for block in tensor.blocks():
         yield block
-        progress.add(block.numel() * DTYPE_BITS[tensor.dtype] // 8)
+        progress.add(block.numel() * FILE_BITS[tensor.dtype] // 8)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tpengine.dtypes import DTYPES
 from tpengine.plan.plan import Plan
 from tpengine.plan.verify.fault import fault
-
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def check_structure(plan: Plan) -> None:
@@ -57,8 +56,8 @@ def _check_tensors(plan: Plan) -> None:
             name = f"{end} {tensor} of chunk {index}"
             if any(dim < 1 for dim in tensor.shape):
                 raise fault(plan, "a tensor's dimensions are at least 1", name)
-            if tensor.dtype not in _DTYPES:
-                raise fault(plan, f"a tensor's dtype is one of {', '.join(_DTYPES)}", name)
+            if tensor.dtype not in DTYPES:
+                raise fault(plan, f"a tensor's dtype is one of {', '.join(DTYPES)}", name)
 
 
 def _check_boundaries(plan: Plan) -> None:

@@ -29,9 +29,10 @@ from tpkernels.work import Work, adamw_work
 
 from tpengine.config import Config
 from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
+from tpengine.dtypes import dtype_bytes
 from tpengine.layout.parameters import EMBEDDING, num_parameters, stage_specs
 from tpengine.layout.state_bytes import even_state_bytes
-from tpengine.layout.step_plan import dtype_bytes, gradient_bytes, layer_ranges
+from tpengine.layout.step_plan import gradient_bytes, layer_ranges
 from tpengine.plan import SCHEDULES, Chunk, Gathered, Kind, Recompute
 from tpengine.plan.schedules.schedule import looping, vee
 from tpengine.planner import ChunkBytes

@@ -12,9 +12,10 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from tpengine.config import Config, validate
+from tpengine.dtypes import dtype_bytes
 from tpengine.layout.flops import step_flops
 from tpengine.layout.state_bytes import num_weights, state_bytes
-from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, layout_of, training_plan
+from tpengine.layout.step_plan import Layout, gradient_bytes, layout_of, training_plan
 from tpengine.plan import Kind, Plan, Recompute, Residency, Timeline
 from tpengine.plan.actions import BUCKET, COMPUTE
 from tpengine.planner import StepFigures, simulate

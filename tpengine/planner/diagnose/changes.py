@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tpengine.config import Config, validate
+from tpengine.dtypes import dtype_bytes
 from tpengine.layout.slices import slice_numel
-from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, layout_of, training_plan
+from tpengine.layout.step_plan import Layout, gradient_bytes, layout_of, training_plan
 from tpengine.plan import SCHEDULES, Plan, Weights
 from tpengine.planner import Costs, simulate
 from tpengine.planner.diagnose.evidence import Baseline, Seconds

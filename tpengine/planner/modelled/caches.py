@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from tpengine.config import Config, num_shards_of
 from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
+from tpengine.dtypes import dtype_bytes
 from tpengine.layout.state_bytes import num_weights
-from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes
+from tpengine.layout.step_plan import Layout, gradient_bytes
 from tpengine.plan import Gathered, Plan, Recompute
 from tpengine.planner.machine import Machine
 from tpengine.planner.modelled.activations import bytes_of_chunks

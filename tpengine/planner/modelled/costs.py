@@ -16,9 +16,10 @@ from dataclasses import replace
 from tpkernels.work import Work, adamw_work
 
 from tpengine.config import Config, num_shards_of
+from tpengine.dtypes import dtype_bytes
 from tpengine.layout.slices import slice_numel
 from tpengine.layout.state_bytes import num_weights, state_bytes
-from tpengine.layout.step_plan import Layout, dtype_bytes, gradient_bytes, num_summed
+from tpengine.layout.step_plan import Layout, gradient_bytes, num_summed
 from tpengine.plan import Bucket, Chunk, Kind, Plan, Reduced, Weights
 from tpengine.planner import ChunkBytes, Costs
 from tpengine.planner.machine import CPU_CORE, Machine

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from tpengine.architectures.describe import Attention, FeedForward, Norm
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import Config
+from tpengine.dtypes import dtype_bytes
 from tpengine.layout.parameters import layer_specs
 from tpengine.plan import Gathered, Recompute
-from tpengine.planner.costs import item_bytes
 
 # Bytes of a row number of the embedding table.
 _INDEX_BYTES = 8
@@ -84,7 +84,7 @@ class BlockBytes:
         model, train = config.model, config.train
         architecture = architecture_of(model)
         parts, ends = architecture.block(model, 0).values(), architecture.ends(model)
-        tokens, item = train.micro_batch_size * train.seq_len, item_bytes(train.dtype)
+        tokens, item = train.micro_batch_size * train.seq_len, dtype_bytes(train.dtype)
         return cls(
             tokens=tokens,
             own_tokens=tokens // tp,

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tpengine.dtypes import DTYPES
 from tpengine.plan.actions import COMPUTE, Kind
 from tpengine.plan.plan import Reduced, Residency, TensorSpec, Weights
 from tpengine.planner.profiles.ranks import (
@@ -35,7 +36,6 @@ _FORMAT = "tpengine profile"
 _VERSION = 1
 _MAX_FILE_BYTES = 64_000_000
 _MAX_LAYERS = 2**20
-_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ def _boundary(content: Any) -> TensorSpec | None:
     if field_of(content, "boundary", (dict, type(None))) is None:
         return None
     shape, dtype = field_of(content["boundary"], "shape", list), field_of(content["boundary"], "dtype", str)
-    if not all(type(size) is int and 0 < size < 2**40 for size in shape) or dtype not in _DTYPES:
-        dtypes = ", ".join(_DTYPES)
+    if not all(type(size) is int and 0 < size < 2**40 for size in shape) or dtype not in DTYPES:
+        dtypes = ", ".join(DTYPES)
         raise WrongProfile(f"a boundary has a shape and one of the dtypes {dtypes}: got {content['boundary']!r}")
     return TensorSpec(tuple(shape), dtype)

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from tpkernels.launch import target_of
-from tpkernels.ops.attention.configs import Config, candidates
+from tpkernels.ops.attention.backward import launch_attention_backward
 from tpkernels.ops.attention.forward import launch_attention
-from tpkernels.ops.attention.gradient.backward import launch_attention_backward
-from tpkernels.ops.attention.problem import Options, Sides, Tables
+from tpkernels.ops.attention.launch import Config, Options, Sides, Tables, candidates
 
 from benchmarks.gpu.cases.clock import agreement, device_here, medians, write
 from benchmarks.gpu.cases.kernels.tiles import MODELS_BY_NAME
@@ -53,7 +52,7 @@ class Attended(NamedTuple):
         return Tables(None, None), Sides(None, None), Options(True, 0, self.q.shape[3] ** -0.5, False, 0.0, ())
 
     def worth_timing(self, kernel: str) -> Sequence[Config]:
-        """Return what configs.py lists for these heads, the entry that is taken first; of 16 bits on a GPU."""
+        """Return what launch.py lists for these heads, the entry that is taken first; of 16 bits on a GPU."""
         if self.q.device.type == "cpu":
             return _SMALL
         return candidates(kernel, self.q.shape[3], target_of(self.q))

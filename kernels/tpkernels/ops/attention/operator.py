@@ -14,7 +14,7 @@ Which keys a query sees: the last query of a document is aligned with its last k
 with a window of w it sees w keys back, its own included (without causal also as many forward). Documents packed into
 one sequence do not see each other. A query that sees no key has y = 0, and gradients of 0.
 
-Kernels are in forward.py and gradient/, the specification in reference.py. On a CPU there are two host paths: whole
+Kernels are in forward.py and gradients.py, the specification in reference.py. On a CPU there are two host paths: whole
 causal sequences use host_attention.py's blocks; all else is written out, 128 queries at a time. float64, and float32
 with heads of more than 128 columns, is written out on a GPU too, because there are no kernels for it.
 
@@ -34,10 +34,10 @@ from torch import Tensor
 from tpkernels.autocast import lowered
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.launch import INTERPRETED, accumulation_dtype, by_triton
+from tpkernels.ops.attention.backward import launch_attention_backward
 from tpkernels.ops.attention.forward import launch_attention
-from tpkernels.ops.attention.gradient.backward import launch_attention_backward
 from tpkernels.ops.attention.host import AttentionDropout, causal_attention
-from tpkernels.ops.attention.problem import Options, Sides, Tables
+from tpkernels.ops.attention.launch import Options, Sides, Tables
 from tpkernels.ops.attention.reference import attention_backward_on_host, attention_on_host
 from tpkernels.ops.rope import rope
 
@@ -267,9 +267,9 @@ def attention(
         ValueError: shapes, dtypes or documents that do not fit. On a GPU, starts that are not cumulative lengths fail
             an assertion on the device, since checking them would wait for it; under torch.compile they are not checked.
 
-    Cost: 4*B*H*S*S'*E flops forward, half of it if causal, 2.5 or 3.5 times that backward (attention/configs.py); keeps
+    Cost: 4*B*H*S*S'*E flops forward, half of it if causal, 2.5 or 3.5 times that backward (launch.py); keeps
     q, k, v, y and the log-sum-exp, B*H*S float32. Backward with 2.5 takes dq in float32 besides. If there are few keys,
-    a group's query heads are divided into parts, each with a float32 copy of dk and dv (gradient/backward.py); on sm_90
+    a group's query heads are divided into parts, each with a float32 copy of dk and dv (backward.py); on sm_90
     16-bit heads of 65 to 128 columns always are, into single ones: 8*B*H*S'*E bytes.
     Numerics: scores, softmax and sums in float32, probabilities rounded to v's dtype for their product with v; float32
     products are not reduced to tf32. All is added up in one order: equal bits from run to run. On a CPU all in float32,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.launch import LOG2_E, accumulation_dtype
-from tpkernels.ops.attention.problem import Options, Sides, Tables
+from tpkernels.ops.attention.launch import Options, Sides, Tables
 from tpkernels.ops.dropout import StreamNumbers, keep_by_numbers
 
 _QUERIES_AT_A_TIME = 128

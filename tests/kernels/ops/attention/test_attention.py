@@ -30,9 +30,9 @@ from support.kernels.rungs import (
 from torch import Tensor
 from tpkernels.launch import Target, accumulation_dtype, observed
 from tpkernels.ops.attention import attention_qkv
-from tpkernels.ops.attention.gradient.backward import launch_attention_backward
+from tpkernels.ops.attention.backward import launch_attention_backward
+from tpkernels.ops.attention.launch import Sides, Tables
 from tpkernels.ops.attention.operator import attention_op
-from tpkernels.ops.attention.problem import Sides, Tables
 from tpkernels.ops.attention.reference import attention_reference
 from tpkernels.ops.rope import rope_reference, rope_tables
 

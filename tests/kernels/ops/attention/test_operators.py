@@ -23,16 +23,16 @@ from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype, every_
 from torch import Tensor
 from tpkernels.launch import INTERPRETED, Target, observed
 from tpkernels.ops.attention import attention, attention_qkv
+from tpkernels.ops.attention.backward import launch_attention_backward
 from tpkernels.ops.attention.forward import launch_attention
-from tpkernels.ops.attention.gradient.backward import launch_attention_backward
 from tpkernels.ops.attention.host import AttentionDropout
+from tpkernels.ops.attention.launch import Options, Sides, Tables
 from tpkernels.ops.attention.operator import (
     attention_backward_op,
     attention_op,
     attention_qkv_backward_op,
     attention_qkv_op,
 )
-from tpkernels.ops.attention.problem import Options, Sides, Tables
 from tpkernels.ops.attention.reference import attention_reference
 from tpkernels.ops.dropout import keep_at
 from tpkernels.ops.rope import rope_tables

@@ -20,7 +20,7 @@ from support.ranks.rank_pool import RankPool
 from benchmarks.harness.resident_memory import follow_what_lives, forget_peak, peak_bytes, resident_bytes
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.hugging_face.header import DTYPE_BITS
+from tpengine.dtypes import FILE_BITS
 from tpengine.hugging_face.read import REGION_BYTES, BoxReader
 from tpengine.hugging_face.source import Source
 from tpengine.training.state import beginning as beginning_module
@@ -94,7 +94,7 @@ def test_a_rank_grows_by_its_parameters_and_reads_its_share(tmp_path: Path, stor
         assert 0.95 * rank["held"] < rank["growth"] <= bound, (rank, bound)
     read = sum(rank["read"] for rank in found)
     # Norms are on both ranks of tp, and read by both.
-    assert read == sum(rank["elements"] for rank in found) * DTYPE_BITS[stored] // 8
+    assert read == sum(rank["elements"] for rank in found) * FILE_BITS[stored] // 8
     assert files < read <= 1.05 * files
 
 

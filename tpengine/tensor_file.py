@@ -1,54 +1,32 @@
-"""The header of a safetensors file: where each tensor lies, checked against the file's length. No torch.
+"""A safetensors file: its header, checked against the file's length, and its writing as bytes come. No torch.
 
 The format: 8 bytes that say the length of the header, little-endian; the header, a JSON object; the tensors' bytes,
 one after the other without a gap.
 
-The decision a reader will question: the library safetensors, which the checkpoints use, checks the same but tells no
-offsets, and maps a file into memory, where all that was ever read counts as resident. So the header is read here.
+The decision a reader will question: the library safetensors checks and writes such files too, byte for byte the same.
+But it tells no offsets, and maps a file into memory, where all that was ever read counts as resident; it wants a file's
+tensors whole; and it tells nobody what it writes, so who hashes its file reads all of it again, from a shared directory
+perhaps over the network. Where a piece of a known file is wanted, it is used (checkpoint/storage.py).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, NoReturn, TypeGuard
 
-# Bits of an element, by the format's names.
-DTYPE_BITS: Mapping[str, int] = MappingProxyType(
-    {
-        "F64": 64,
-        "I64": 64,
-        "U64": 64,
-        "C64": 64,
-        "F32": 32,
-        "I32": 32,
-        "U32": 32,
-        "F16": 16,
-        "BF16": 16,
-        "I16": 16,
-        "U16": 16,
-        "F8_E5M2": 8,
-        "F8_E4M3": 8,
-        "F8_E5M2FNUZ": 8,
-        "F8_E4M3FNUZ": 8,
-        "F8_E8M0": 8,
-        "I8": 8,
-        "U8": 8,
-        "BOOL": 8,
-        "F6_E2M3": 6,
-        "F6_E3M2": 6,
-        "F4": 4,
-    }
-)
+from tpengine.dtypes import FILE_BITS
 
 LENGTH_BYTES = 8
 # As the library has it: no model's header comes near.
 _LARGEST_HEADER_BYTES = 100_000_000
 _LARGEST_NUMBER = 2**63 - 1
+# What is hashed and then written at once: hashed bytes are still in a core's cache when they are copied.
+_CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -81,6 +59,62 @@ def read_header(path: Path) -> dict[str, FileTensor]:
             return _tensors(path, *_read(path, file))
     except OSError as error:
         raise ValueError(f"weights must be readable: {path}: {error.strerror}: check the file") from None
+
+
+def header_of(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the length and the header of a file.
+
+    Args:
+        tensors: unique name, dtype by the format's name, and shape of each, in the order in which they lie in the file.
+            Who maps it wants those of wider dtypes first, so that each begins at a multiple of its element's size.
+        metadata: of the file; None for none.
+    """
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * FILE_BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    # Padded, so that the values begin at a multiple of 8.
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def write_tensors(path: Path, header: bytes, values: Iterable[memoryview], digest: Any = None) -> int:
+    """Write a safetensors file, and have it on disk; one that is there is replaced.
+
+    Args:
+        path: of the file.
+        header: from header_of.
+        values: bytes of the tensors, in the header's order, in blocks of any size.
+        digest: hash to update with all that is handed to the system, of hashlib; None for none.
+
+    Returns:
+        Bytes of the file.
+
+    Raises:
+        OSError: it cannot be written; a part of it may be left.
+
+    Cost: no memory but that of one block.
+    """
+    with path.open("wb", buffering=0) as file:
+        num_bytes = _put(file, memoryview(header), digest)
+        for block in values:
+            num_bytes += _put(file, block, digest)
+        os.fsync(file.fileno())
+    return num_bytes
+
+
+def _put(file: BinaryIO, content: memoryview, digest: Any) -> int:
+    """Hash and write bytes; both let other threads run meanwhile."""
+    for begin in range(0, len(content), _CHUNK_BYTES):
+        chunk = content[begin : begin + _CHUNK_BYTES]
+        if digest is not None:
+            digest.update(chunk)
+        while len(chunk):
+            # A disk that becomes full takes a part, and the next call says why.
+            chunk = chunk[file.write(chunk) :]
+    return len(content)
 
 
 def _read(path: Path, file: BinaryIO) -> tuple[Any, int, int]:
@@ -130,11 +164,11 @@ def _tensor(path: Path, name: str, entry: Any, data_begin: int) -> FileTensor:
     if not isinstance(entry, dict):
         _refuse(path, f"{name!r} is not an object")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+    if not isinstance(dtype, str) or dtype not in FILE_BITS:
         _refuse(path, f"{name!r} has dtype {str(dtype)[:40]!r}, which the format does not have")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         _refuse(path, f"{name!r} has shape {str(shape)[:60]} and data_offsets {str(offsets)[:60]}")
-    num_bits = DTYPE_BITS[dtype]
+    num_bits = FILE_BITS[dtype]
     for size in shape:
         num_bits = min(num_bits * size, 8 * _LARGEST_NUMBER)
     num_bytes = offsets[1] - offsets[0]

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file as save_by_library
 
-from tpengine.checkpoint.tensor_file import DTYPE_NAMES, save_file
+from tpengine.checkpoint.storage import save_file
+from tpengine.torch_dtypes import FILE_NAME_OF
 
 
 def drawn_tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -18,7 +19,7 @@ def drawn_tensors(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(), (3,), (2, 5), (0,), (7, 1, 3), (300, 1000)]
     drawn = {}
-    for number, dtype in enumerate(DTYPE_NAMES):
+    for number, dtype in enumerate(FILE_NAME_OF):
         first, second = (int(torch.randint(99, (), generator=generator)) for _ in range(2))
         values = 9 * torch.rand(shapes[first % len(shapes)], generator=generator)
         drawn[f'{second}.ö"\\{number}@0,1'] = values.to(dtype)
@@ -29,7 +30,7 @@ def test_files_are_the_librarys_and_hashed_while_they_are_written(tmp_path: Path
     for seed in range(20):
         tensors = drawn_tensors(seed) if seed else {}
         save_by_library(tensors, str(tmp_path / "theirs"))
-        entry = save_file(tensors, str(tmp_path / "ours"))
+        entry = save_file(tensors, tmp_path / "ours")
         content = (tmp_path / "ours").read_bytes()
         assert content == (tmp_path / "theirs").read_bytes()
         assert (entry.num_bytes, entry.sha256) == (len(content), hashlib.sha256(content).hexdigest())
@@ -37,5 +38,5 @@ def test_files_are_the_librarys_and_hashed_while_they_are_written(tmp_path: Path
 
 def test_a_full_disk_is_an_error() -> None:
     with pytest.raises(OSError) as error:
-        save_file({"x": torch.ones(5)}, "/dev/full")
+        save_file({"x": torch.ones(5)}, Path("/dev/full"))
     assert error.value.errno == errno.ENOSPC

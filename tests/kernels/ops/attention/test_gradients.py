@@ -21,10 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 pytest.importorskip("triton")
 
 from tpkernels.launch import jit, run, tl
-from tpkernels.ops.attention.gradient.backward import launch_attention_backward
-from tpkernels.ops.attention.gradient.kernel import _place
-from tpkernels.ops.attention.gradient.turns import await_turn, claim, pass_turn
-from tpkernels.ops.attention.problem import Options, Sides, Tables
+from tpkernels.ops.attention.backward import launch_attention_backward
+from tpkernels.ops.attention.gradients import _place, await_turn, claim, pass_turn
+from tpkernels.ops.attention.launch import Options, Sides, Tables
 
 
 @jit
@@ -127,7 +126,7 @@ def test_keys_behind_the_last_one_add_nothing_to_dq(interpreters: RankPool, wind
 def same_bits_in_turns(seed: int, waits: bool) -> bool:
     """Whether gradients have the bits of programs that run in order, where a seed decides who goes on."""
     from support.kernels.turns import Turns
-    from tpkernels.ops.attention.gradient import kernel
+    from tpkernels.ops.attention import gradients as kernels
 
     expected = gradients()
     turns = Turns(seed, standstill=None)
@@ -136,8 +135,8 @@ def same_bits_in_turns(seed: int, waits: bool) -> bool:
         turns.until(lambda: not waits or bool(tl.load(p_counter) >= turn))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "await_turn", await_in_turns)
-        with turns.of(kernel, ("claim", "await_turn", "pass_turn")):
+        patch.setattr(kernels, "await_turn", await_in_turns)
+        with turns.of(kernels, ("claim", "await_turn", "pass_turn")):
             got = gradients()
     return all(map(torch.equal, got, expected))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from tpengine.hugging_face.header import FileTensor, read_header
+from tpengine.tensor_file import FileTensor, read_header
 
 
 def file_of(directory: Path, header: Any, data: bytes = b"", name: str = "model.safetensors") -> Path:

@@ -3,8 +3,8 @@
     p = exp2(s - lse * log2(e));   ds = p * (drop(dy v.T) - delta),  delta = sum(dy * y)
     dv = drop(p).T dy;   dk = ds.T q * scale;   dq = ds k * scale
 
-kernel.py's programs each have a block of keys; dq gets a share from each, in the order of the blocks. Or
-query_gradient.py computes dq, and scores a second time. configs.py says which. Here are what runs before and behind,
+gradients.py's programs each have a block of keys; dq gets a share from each, in the order of the blocks. Or
+a kernel of its own computes dq, and scores a second time. launch.py says which. Here are what runs before and behind,
 and the launches: delta, the zeros that dq is added to, the scale and the dtype of dq, the sums of dk and dv where a
 group's query heads are divided.
 
@@ -20,33 +20,30 @@ import torch
 from torch import Tensor
 
 from tpkernels.launch import LOG2_E, cdiv, jit, run, target_of, tl
-from tpkernels.ops.attention.configs import (
+from tpkernels.ops.attention.gradients import arrivals_per_turn, gradient_kernel, query_gradient_kernel
+from tpkernels.ops.attention.launch import (
     KEY_GRADIENT,
     QUERY_GRADIENT,
     Config,
-    config_of,
-    five_products_of,
-    takes_several_heads,
-)
-from tpkernels.ops.attention.gradient.kernel import gradient_kernel
-from tpkernels.ops.attention.gradient.query_gradient import query_gradient_kernel
-from tpkernels.ops.attention.gradient.turns import arrivals_per_turn
-from tpkernels.ops.attention.operands import are_described, operand
-from tpkernels.ops.attention.problem import (
     Options,
+    Rotation,
     Sides,
     Tables,
+    are_described,
     block_head,
+    config_of,
     constants,
     dropout_numbers,
+    five_products_of,
     num_blocks,
+    operand,
     sizes,
+    takes_several_heads,
 )
-from tpkernels.ops.attention.rotation import Rotation
 
 # Programs that occupy every processor of today's largest GPUs. With fewer, a group's query heads are divided.
 _ENOUGH_PROGRAMS = 264
-# Rows of queries, of all columns (kernel.py) that are added to at a time. A column's blocks are claimed so far apart
+# Rows of queries, of all columns (gradients.py) that are added to at a time. A column's blocks are claimed so far apart
 # that none waits for the one before, on 132 processors: a tile of 64 queries takes a step, S / 128 steps are a causal
 # block's mean, a block may begin two steps behind the one before. And q, dy and a float32 dq of as many rows, 8 bytes
 # per column of a head, fit into an L2 cache of 50 MB: 17 MB for heads of 64, 34 MB for heads of 128. Computed.
@@ -128,7 +125,7 @@ def launch_attention_backward(
 ) -> None:
     """Write dq, dk, dv into `gradients`, which have the shapes of q, k, v and no gaps in their last dims.
 
-    `config` is for measuring, of five products; default what configs.py says.
+    `config` is for measuring, of five products; default what launch.py says.
     """
     if tables.cos is not None:
         rotation = Rotation(k, tables, sides, options)

@@ -1,1 +1,0 @@
-"""Gradients of attention: backward.py launches kernel.py, whose adds turns.py orders, or also query_gradient.py."""
