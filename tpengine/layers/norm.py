@@ -15,7 +15,6 @@ from tpkernels.ops.norm.operator import norm_backward, norm_forward
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.gradient_sink import (
     GradientSink,
-    ParamGradSink,
     accumulation_dtype,
     check_reaches,
     total_of,
@@ -109,7 +108,7 @@ class Norm(nn.Module):
     ) -> None:
         super().__init__()
         self.comm, self.eps = comm, eps
-        self.sink: GradientSink = sink or ParamGradSink()
+        self.sink: GradientSink = sink or GradientSink()
         self.weight = Parameter(torch.full((hidden_size,), 1.0 - self.offset, dtype=dtype, device=device))
         self.bias: Parameter | None = None
         if self.centered:

@@ -34,7 +34,7 @@ from tpengine.architectures.describe import Attention, FeedForward
 from tpengine.layers.attention import Rotation, Scores, attend
 from tpengine.layers.collectives import Communicator
 from tpengine.layers.dropout import Dropout, Position
-from tpengine.layers.gradient_sink import BufferSink, accumulation_dtype
+from tpengine.layers.gradient_sink import GradientSink, accumulation_dtype
 from tpengine.layers.mlp import gated_silu
 from tpengine.model.parts import ExactParts, FastParts
 
@@ -72,7 +72,7 @@ def computed(name: str, num_shards: int, dtype: torch.dtype, layout: str = "cont
     """y and dx, whole; of each weight the shards' gradients, one after the other."""
     case, shards, lay_out = CASES[name], world(num_shards), LAYOUTS[layout]
     comm = shards.comm
-    sinks = [BufferSink() for _ in shards.held]
+    sinks = [GradientSink() for _ in shards.held]
     layer = case.build(ExactParts(case.model, shards, sinks=sinks, head_sinks=sinks, dtype=dtype))
     x, weights, dy = case.tensors(dtype)
     load(layer, case, weights, shards)

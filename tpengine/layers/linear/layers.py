@@ -17,7 +17,7 @@ from tpkernels.fused.all_gather_matmul import all_gather_matmul
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem, matmul_reduce_scatter
 
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.gradient_sink import GradientSink, ParamGradSink
+from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.linear.bias import add_cut_bias, add_whole_bias
 from tpengine.layers.linear.memory import Packing, lies_at
 from tpengine.layers.linear.prepared import PreparedWeight
@@ -78,7 +78,7 @@ class ColumnParallelLinear(nn.Module):
         self.place: Tensor | None = None
         self._packing: weakref.ref[Packing] | None = None
         self._prepared: PreparedWeight | None = None
-        self.sink: GradientSink = sink or ParamGradSink()
+        self.sink: GradientSink = sink or GradientSink()
         self.weight = Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
         self.bias = Parameter(torch.zeros(rows, dtype=dtype, device=device)) if bias else None
         nn.init.normal_(self.weight, std=in_features**-0.5)
@@ -213,7 +213,7 @@ class RowParallelLinear(nn.Module):
         self.comm, self.gathers_again = comm, gathers_again
         self.replicas: Communicator | None = None
         self._prepared: PreparedWeight | None = None
-        self.sink: GradientSink = sink or ParamGradSink()
+        self.sink: GradientSink = sink or GradientSink()
         self.weight = Parameter(torch.empty(out_features, columns, dtype=dtype, device=device))
         self.bias = Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         # Not by a layer of one shard: who adds the shards' outputs adds the bias to their sum.
@@ -234,7 +234,7 @@ class RowParallelLinear(nn.Module):
         bias = self.bias
         assert bias is not None
         # Autograd, which the compiler leaves the gradient to, sums none over ranks, and gives none to another sink.
-        are_autograds = all(isinstance(sink, ParamGradSink) for sink in sinks)
+        are_autograds = all(sink.is_autograds for sink in sinks)
         if torch.compiler.is_compiling() and are_autograds and self.comm.size == 1:
             return y + bias.to(y.dtype)
         return add_whole_bias(y, bias, self.comm, sinks)

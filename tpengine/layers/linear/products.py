@@ -27,7 +27,7 @@ from tpkernels.ops.matmul.configs import MatmulConfig
 from tpkernels.ops.matmul.swiglu import matmul_gated_forward
 
 from tpengine.layers.collectives import Communicator
-from tpengine.layers.gradient_sink import Gradients, GradientSink, ParamGradSink, WeightTerm, check_reaches
+from tpengine.layers.gradient_sink import Gradients, GradientSink, WeightTerm, check_reaches
 from tpengine.layers.linear.prepared import PreparedWeight, version_of
 
 
@@ -216,10 +216,10 @@ class _RowParallel(torch.autograd.Function):
 def is_traceable(layers: Sequence[LinearLayer]) -> bool:
     """Return whether torch.compile is tracing and the registered operators can replace these layers' Functions.
 
-    The operators give weight gradients to autograd, as ParamGradSink does; they sum none over replicas.
+    The operators give weight gradients to autograd, as its sink would; they sum none over replicas.
     """
     return torch.compiler.is_compiling() and all(
-        isinstance(layer.sink, ParamGradSink)
+        layer.sink.is_autograds
         and layer.replicas is None
         # Not a shard's layer (model/exact.py): operators find a communicator by name, and a ShardCommunicator has none.
         and (layer.comm.size == 1 or layer.comm.group is not None)
