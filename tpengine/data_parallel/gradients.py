@@ -1,8 +1,8 @@
 """The gradients of a step: where micro-batches add them, in which order they are summed, and what the optimizer reads.
 
-    FastGradients    one buffer per parameter; micro-batches one after the other, then the ranks
-    ExactGradients   one buffer per parameter and shard; blocks of micro-batches in a balanced tree, then the
-                     replicas, then the shards that have the same weights: the same order in every layout
+    fast    one buffer per parameter; micro-batches one after the other, then the ranks
+    exact   one buffer per parameter and shard; blocks of micro-batches in a balanced tree, then the replicas, then the
+            shards that have the same weights: the same order in every layout
 
 Both accumulate through sinks into flat buckets whose reductions start inside the backward pass that fills them.
 """
@@ -10,103 +10,164 @@ Both accumulate through sinks into flat buckets whose reductions start inside th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.tree import tree_sum
 
-from tpengine.data_parallel import BlockSums, GradientBuckets
-from tpengine.data_parallel.exact_slices import PackedBuckets
+from tpengine.data_parallel.bucket import Bucket
+from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.distributed.groups import Communicators
-from tpengine.layers.gradient_sink import BufferSink
-from tpengine.layout.parameters import ALIGNMENT_BYTES, EMBEDDING, HEAD, BucketLayout, Piece, leaf_name
-from tpengine.layout.slices import BlockCut
+from tpengine.layers.gradient_sink import GradientSink
+from tpengine.layout.parameters import ALIGNMENT_BYTES, EMBEDDING, HEAD, Axis, BucketLayout, Piece, leaf_name
+from tpengine.layout.slices import BlockCut, Cut
 from tpengine.model.exact import Shards
 
 
-class StepGradients(Protocol):
+class StepGradients:
     """The gradients of one rank.
 
-    Attributes:
-        buckets: the flat buffers.
-        of: by piece, what the optimizer reads after `finish`.
-        summed: the same in as few tensors as there are, for what is done to all elements.
-    """
-
-    of: Mapping[str, Tensor]
-    summed: Collection[Tensor]
-
-    @property
-    def buckets(self) -> GradientBuckets: ...
-
-    def begin(self) -> None:
-        """Begin a step: everything is zero."""
-
-    def after_backward(self, chunk: int, microbatch: int, reduced: Collection[int]) -> None:
-        """A micro-batch of this replica has been added to a chunk; `reduced`: buckets whose reductions have started."""
-
-    def finish(self) -> None:
-        """Take the sums that are left; all reductions have been waited for."""
-
-
-def attach(sink: BufferSink, held: Mapping[str, Parameter], buckets: GradientBuckets) -> None:
-    """Have a sink add to the buffers of these parameters: by one product to those that the buckets have packed."""
-    packs = {tuple(held[name] for name in names): matrix for names, matrix in buckets.packs.items()}
-    sink.attach({parameter: buckets.place(name) for name, parameter in held.items()}, buckets, packs)
-
-
-class FastGradients:
-    """A gradient is one buffer, summed over the ranks named in the table.
-
     Args:
-        layouts: buckets by index.
-        held: the parameters by piece.
-        tied_ends: the embedding is also the output head of its chunk, and gets two contributions in a backward pass.
-        comms: the ranks.
-        dtype, device: of the buffers.
-        sink: what the model's layers add to.
+        buckets: the flat buffers, and the reductions that start while backward runs.
+        terms: by piece, the buffers that are added when the step ends, in a balanced tree; one of each needs no sum.
+        summed: `of` in as few tensors as there are, for what is done to all elements.
+        shared: ranks and sums that each of them has only a part of after the reductions; added when the step ends.
+        in_tree: add the latter in a balanced tree of ranks, whatever the transport.
+        chunk_of: by bucket index, the chunk that fills it, where blocks of micro-batches are summed (exact mode).
+        block_length: micro-batches of a block.
+
+    Attributes:
+        buckets, summed: as given.
+        of: by piece, what the optimizer reads after `finish`; of a piece that is cut over the replicas (ZeRO) the
+            elements that this one owns, one dim. Pieces of which it owns none are left out.
     """
 
     def __init__(
         self,
-        layouts: Mapping[int, BucketLayout],
-        held: Mapping[str, Parameter],
-        tied_ends: bool,
-        comms: Communicators,
-        dtype: torch.dtype,
-        device: torch.device,
-        sink: BufferSink,
+        buckets: GradientBuckets,
+        terms: Mapping[str, Sequence[Tensor]],
+        summed: Collection[Tensor],
+        shared: Sequence[tuple[Communicator, Sequence[Tensor]]] = (),
+        *,
+        in_tree: bool = False,
+        chunk_of: Mapping[int, int] | None = None,
+        block_length: int = 1,
     ) -> None:
-        over = {"dp": comms.dp, "dp_tp": comms.dp_tp, "dp_replica": comms.dp_replica}
-        self.buckets = GradientBuckets(
-            layouts,
-            held,
-            {name: 2 if tied_ends and name == EMBEDDING else 1 for name in held},
-            {index: over[layout.reduce_over] for index, layout in layouts.items()},
-            dtype=dtype,
-            device=device,
-        )
-        self.of: Mapping[str, Tensor] = self.buckets.gradients
-        self.summed: Collection[Tensor] = self.buckets.flat.values()
-        attach(sink, held, self.buckets)
+        self.buckets, self.summed = buckets, summed
+        self.of: Mapping[str, Tensor] = {piece: of_piece[0] for piece, of_piece in terms.items()}
+        self._terms = [of_piece for of_piece in terms.values() if len(of_piece) > 1]
+        self._shared, self._in_tree = shared, in_tree
+        self._chunk_of, self._block_length = chunk_of or {}, block_length
 
     def begin(self) -> None:
-        """See StepGradients."""
+        """Begin a step: everything is zero."""
         self.buckets.zero()
 
+    def set_blocks(self, num_micro_batches: int, num_blocks: int) -> None:
+        """Sum other numbers of micro-batches and blocks from now on: between steps; nothing where there are none."""
+        self._block_length = num_micro_batches // num_blocks
+        self.buckets.set_blocks(num_blocks)
+
     def after_backward(self, chunk: int, microbatch: int, reduced: Collection[int]) -> None:
-        """Nothing: micro-batches are added one after the other."""
+        """End a block after its last micro-batch.
+
+        Args:
+            chunk, microbatch: what has been added.
+            reduced: buckets whose reductions have started, which ended the block.
+        """
+        if (microbatch + 1) % self._block_length:
+            return
+        for index, filled_by in self._chunk_of.items():
+            if filled_by == chunk and index not in reduced:
+                self.buckets.end_block(index)
 
     def finish(self) -> None:
-        """Nothing: the reductions have summed over all holders."""
+        """Take the sums that are left, of this rank's shards and then of other ranks; reductions have ended."""
+        for terms in self._terms:
+            tree_sum(terms, out=terms[0])
+        for comm, shared in self._shared:
+            flat = torch.cat([gradient.reshape(-1) for gradient in shared])
+            comm.all_reduce_in_tree_(flat) if self._in_tree else comm.all_reduce_(flat)
+            for gradient, total in zip(shared, flat.split([g.numel() for g in shared]), strict=True):
+                gradient.copy_(total.view(gradient.shape))
 
 
-class ExactGradients:
-    """A gradient is one buffer per shard that this rank holds, all summed in balanced trees.
+def fast_step_gradients(
+    layouts: Mapping[int, BucketLayout],
+    pieces: Mapping[str, Piece],
+    held: Mapping[str, Parameter],
+    tied_ends: bool,
+    comms: Communicators,
+    dtype: torch.dtype,
+    device: torch.device,
+    sink: GradientSink,
+    *,
+    is_cut: bool = False,
+    each: bool = False,
+) -> StepGradients:
+    """Make gradients of one buffer each, summed over the axes that their bucket names.
+
+    Cut, a bucket is summed over the replicas while backward runs, and each keeps a slice. What other ranks of the
+    replica have a share of, norms on all tp ranks and KV heads on several, is added when all micro-batches are in: of
+    the slices alone.
+
+    Args:
+        layouts: buckets by index.
+        pieces, held: what this rank holds, and the parameters, by piece.
+        tied_ends: the embedding is also the output head of its chunk, and gets two contributions in a backward pass.
+        comms: the ranks.
+        dtype, device: of the buffers.
+        sink: what the model's layers add to.
+        is_cut: replicas own slices (ZeRO).
+        each: sum every micro-batch's contribution on its own (Reduced.MICROBATCH); of cut buckets only.
+    """
+    made: dict[int, Bucket] = {}
+    for index, layout in layouts.items():
+        cut = Cut(layout, comms.dp.size) if is_cut else None
+        comm = comms.dp if is_cut else comms.over(layout.reduce_over)
+        made[index] = Bucket(layout, held, comm, dtype, device, cut=cut, is_transient=each)
+        # Before the next one is made: whole buffers never exist at once.
+        if each:
+            made[index].free()
+    buckets = GradientBuckets(made, {EMBEDDING: 2} if tied_ends else {})
+    packs = {tuple(held[name] for name in names): matrix for names, matrix in buckets.packs.items()}
+    sink.attach({parameter: buckets.place(name) for name, parameter in held.items()}, buckets, packs)
+    kept = [bucket.own for bucket in made.values()]
+    if not is_cut:
+        return StepGradients(buckets, {name: [gradient] for name, gradient in buckets.gradients.items()}, kept)
+    # What a slice lacks when all micro-batches are in: sums over axes that are not its bucket's.
+    later: dict[tuple[Axis, ...], list[Tensor]] = {}
+    for bucket in made.values():
+        if axes := _without(bucket.layout.reduce_over, bucket.axes):
+            later.setdefault(axes, []).append(bucket.own)
+        for name, own in bucket.own_views.items():
+            if axes := _without(pieces[name].spec.reduce_over, bucket.layout.reduce_over):
+                later.setdefault(axes, []).append(own)
+    terms = {name: [own] for bucket in made.values() for name, own in bucket.own_views.items()}
+    return StepGradients(buckets, terms, kept, _shared(later, comms))
+
+
+def exact_step_gradients(
+    layouts: Mapping[int, BucketLayout],
+    pieces: Mapping[str, Piece],
+    held: Mapping[str, Parameter],
+    shards: Shards,
+    chunk_of: Mapping[int, int],
+    tied_ends: bool,
+    comms: Communicators,
+    num_micro_batches: int,
+    num_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    sinks: Sequence[GradientSink],
+    head_sinks: Sequence[GradientSink],
+    *,
+    is_cut: bool = False,
+) -> StepGradients:
+    """Make gradients of one buffer per shard that this rank holds, all summed in balanced trees.
 
         gradient of a piece = tree over the shards that have it of (tree over blocks of (sum over the micro-batches))
 
@@ -121,127 +182,77 @@ class ExactGradients:
         num_blocks: of them, on this replica.
         dtype, device: of the buffers.
         sinks, head_sinks: what the layers and the output head add to, one per held shard.
-        sliced: every replica keeps the sums of the elements that it owns (ZeRO).
-
-    Attributes:
-        blocks: sums of blocks of micro-batches.
-        on_block_end: called with a bucket's gradients, by buffer, when they hold the sum of a block of micro-batches.
+        is_cut: every replica keeps the sums of the elements that it owns (ZeRO).
 
     Memory: num_gradient_buffers(num_blocks) buffers of all gradients; those of norms, and of KV heads fewer than
         shards, once per shard.
     """
-
-    def __init__(
-        self,
-        layouts: Mapping[int, BucketLayout],
-        pieces: Mapping[str, Piece],
-        held: Mapping[str, Parameter],
-        shards: Shards,
-        chunk_of: Mapping[int, int],
-        tied_ends: bool,
-        comms: Communicators,
-        num_micro_batches: int,
-        num_blocks: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        sinks: Sequence[BufferSink],
-        head_sinks: Sequence[BufferSink],
-        sliced: bool = False,
-    ) -> None:
-        self._block_length = num_micro_batches // num_blocks
-        self._layouts, self._chunk_of = layouts, chunk_of
-        self.on_block_end: Callable[[Mapping[str, Tensor]], None] | None = None
-        leaves = _Leaves(pieces, shards, tied_ends)
-        shaped = {leaf: held[piece] for piece, names in leaves.of_piece.items() for leaf in names}
-        make = partial(PackedBuckets, cuts=cuts_of(leaves, pieces, comms.dp.size)) if sliced else GradientBuckets
-        self.buckets = make(
-            layouts,
-            shaped,
-            dict.fromkeys(shaped, 1),
-            dict.fromkeys(layouts, comms.dp),
-            dtype=dtype,
-            device=device,
-            in_tree=True,
-            before_sum=self._end_block,
-        )
-        self.blocks = BlockSums(self.buckets.flat, num_blocks)
-        buffers = self.buckets.gradients
-        sums = self.buckets.parts if isinstance(self.buckets, PackedBuckets) else buffers
-        self._terms = {
-            piece: [sums[leaf] for leaf in names] for piece, names in leaves.of_piece.items() if sums[names[0]].numel()
-        }
-        self.of: Mapping[str, Tensor] = {piece: terms[0] for piece, terms in self._terms.items()}
-        self.summed: Collection[Tensor] = self.of.values()
-        for gradient in buffers.values():
-            assert gradient.data_ptr() % ALIGNMENT_BYTES == 0, "a library's order of sums may depend on alignment"
-        num_held = len(shards.held)
-        # What other real ranks hold too: norms on all tp ranks, a KV head's weights on the ranks that share it.
-        self._first_leaf = {piece: names[0] for piece, names in leaves.of_piece.items()}
-        self._shared_by = {
-            comm: [
-                self.of[name]
-                for name, piece in pieces.items()
-                if chosen(piece) and piece.num_holders > num_held and name in self.of
-            ]
-            for comm, chosen in (
-                (comms.tp, lambda piece: piece.spec.shard_dim is None),
-                (comms.replica, lambda piece: piece.spec.shard_dim is not None),
-            )
-            if comm is not None
-        }
-        place = self.buckets.place
-        for i, (sink, head_sink) in enumerate(zip(sinks, head_sinks, strict=True)):
-            sink.attach({held[piece]: place(leaf) for piece, leaf in leaves.of_rank(i).items()}, self.buckets)
-            head_sink.attach({held[piece]: place(leaf) for piece, leaf in leaves.of_head(i).items()}, self.buckets)
-
-    def set_blocks(self, num_micro_batches: int, num_blocks: int) -> None:
-        """Sum other numbers of micro-batches and blocks from now on: between steps."""
-        self._block_length = num_micro_batches // num_blocks
-        if num_blocks != self.blocks.num_blocks:
-            self.blocks = BlockSums(self.buckets.flat, num_blocks)
-
-    def bucket_of(self, piece: str) -> int:
-        """Return the bucket in which the first buffer of a piece lies."""
-        return self.buckets.place(self._first_leaf[piece])[1]
-
-    def begin(self) -> None:
-        """See StepGradients."""
-        self.buckets.zero()
-        self.blocks.begin()
-
-    def after_backward(self, chunk: int, microbatch: int, reduced: Collection[int]) -> None:
-        """End a block after its last micro-batch; buckets whose reductions have started did so before."""
-        if (microbatch + 1) % self._block_length:
-            return
-        for index in self.buckets.flat:
-            if self._chunk_of[index] == chunk and index not in reduced:
-                self._end_block(index)
-
-    def finish(self) -> None:
-        """Add the shards' gradients of each piece, those of this rank and then those of others."""
-        for terms in self._terms.values():
-            if len(terms) > 1:
-                tree_sum(terms, out=terms[0])
-        for comm, shared in self._shared_by.items():
-            if shared:
-                flat = torch.cat([gradient.reshape(-1) for gradient in shared])
-                comm.all_reduce_in_tree_(flat)
-                for gradient, total in zip(shared, flat.split([g.numel() for g in shared]), strict=True):
-                    gradient.copy_(total.view(gradient.shape))
-
-    def _end_block(self, index: int) -> None:
-        if self.on_block_end is not None:
-            self.on_block_end({name: self.buckets.gradients[name] for name in self._layouts[index].names})
-        self.blocks.end_block(index)
-
-
-def cuts_of(leaves: _Leaves, pieces: Mapping[str, Piece], num_replicas: int) -> dict[str, BlockCut]:
-    """Return how each buffer is cut over the replicas: as its piece, so that terms of one sum lie together."""
-    return {
-        leaf: BlockCut.of(name, math.prod(pieces[name].block[1]), num_replicas)
+    leaves = _Leaves(pieces, shards, tied_ends)
+    shaped = {leaf: held[piece] for piece, names in leaves.of_piece.items() for leaf in names}
+    # A buffer is cut as its piece, so that terms of one sum lie together.
+    blocks = {
+        leaf: BlockCut.of(name, math.prod(pieces[name].block[1]), comms.dp.size)
         for name, names in leaves.of_piece.items()
         for leaf in names
     }
+    made = {
+        index: Bucket(
+            layout,
+            shaped,
+            comms.over(layout.reduce_over),
+            dtype,
+            device,
+            cut=Cut(layout, comms.dp.size, blocks) if is_cut else None,
+        )
+        for index, layout in layouts.items()
+    }
+    buckets = GradientBuckets(made, in_tree=True, num_blocks=num_blocks)
+    for gradient in buckets.gradients.values():
+        assert gradient.data_ptr() % ALIGNMENT_BYTES == 0, "a library's order of sums may depend on alignment"
+    for i, (sink, head_sink) in enumerate(zip(sinks, head_sinks, strict=True)):
+        for to, places in ((sink, leaves.of_rank(i)), (head_sink, leaves.of_head(i))):
+            to.attach({held[piece]: buckets.place(leaf) for piece, leaf in places.items()}, buckets)
+    sums = {
+        name: own for bucket in made.values() for name, own in (bucket.own_views if is_cut else bucket.views).items()
+    }
+    terms = {piece: [sums[leaf] for leaf in names] for piece, names in leaves.of_piece.items() if names[0] in sums}
+    of = {piece: of_piece[0] for piece, of_piece in terms.items()}
+    # What other real ranks hold too: norms on all tp ranks, a KV head's weights on the ranks that share it.
+    later: dict[tuple[Axis, ...], list[Tensor]] = {}
+    for name, piece in pieces.items():
+        if name in of and piece.num_holders > len(shards.held):
+            axes = _without(piece.spec.reduce_over, buckets[buckets.place(leaves.of_piece[name][0])[1]].axes)
+            later.setdefault(axes, []).append(of[name])
+    return StepGradients(
+        buckets,
+        terms,
+        of.values(),
+        _shared(later, comms),
+        in_tree=True,
+        chunk_of={index: chunk_of[index] for index in layouts},
+        block_length=num_micro_batches // num_blocks,
+    )
+
+
+def _without(axes: Iterable[Axis], summed: Collection[Axis]) -> tuple[Axis, ...]:
+    """Return the axes that are not summed yet."""
+    return tuple(axis for axis in axes if axis not in summed)
+
+
+def _shared(
+    later: Mapping[tuple[Axis, ...], Sequence[Tensor]], comms: Communicators
+) -> list[tuple[Communicator, Sequence[Tensor]]]:
+    """Return the ranks of axes, and what they sum when the step ends."""
+    return [(comm, tensors) for axes, tensors in later.items() if (comm := comms.over(axes)).size > 1]
+
+
+def buckets_of_pieces(
+    layouts: Mapping[int, BucketLayout], pieces: Mapping[str, Piece], shards: Shards
+) -> dict[str, int]:
+    """Return the bucket in which the first of each piece's buffers lies, in exact mode."""
+    bucket_of = {leaf: index for index, layout in layouts.items() for leaf in layout.names}
+    leaves = _Leaves(pieces, shards, tied_ends=False)
+    return {piece: bucket_of[names[0]] for piece, names in leaves.of_piece.items()}
 
 
 class _Leaves:

@@ -25,15 +25,16 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.exchange.communicator import Communicator
 
+from tpengine.data_parallel.bucket import Bucket
 from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.distributed.agreement import check_same, describe_model, device_of
+from tpengine.layout.parameters import BucketLayout
 
 
 class WholeGradients:
@@ -68,19 +69,11 @@ class WholeGradients:
     def _lay_out(self) -> None:
         """Make buckets for the parameters as they lie now; gradients of before come in with the next sum."""
         layouts = _layouts(self._trained, self._bucket_bytes)
-        self.buckets = GradientBuckets(
-            dict(enumerate(layouts)),
-            self._trained,
-            contributions=dict.fromkeys(self._trained, 1),
-            comms=dict.fromkeys(range(len(layouts)), self._comm),
-            dtype=None,
-            device=None,
-            before_sum=self._fill,
-            count_usage=True,
-        )
+        made = (Bucket(layout, self._trained, self._comm, counts_usage=True) for layout in layouts)
+        self.buckets = GradientBuckets(dict(enumerate(made)))
         self._places = {p: self.buckets.place(name) for name, p in self._trained.items()}
         self._members = [[self._trained[name] for name in layout.names] for layout in layouts]
-        self.buckets.arm(range(len(layouts)))
+        self.buckets.arm(range(len(layouts)), self._fill)
 
     def _follow_moves(self) -> None:
         """Make new buckets if parameters have moved since, as by model.to; collective then.
@@ -108,10 +101,10 @@ class WholeGradients:
         for index, members in enumerate(self._members):
             self.buckets.wait(index)
             if self._divisor_of_sums > 1:
-                self.buckets.sums[index].div_(self._divisor_of_sums)
+                self.buckets[index].sums.div_(self._divisor_of_sums)
             used = self._used_here.pop(index)
             if not all(used):
-                used = (self.buckets.usage[index] != 0).tolist()
+                used = (self.buckets[index].usage != 0).tolist()
             for parameter, anyone in zip(members, used, strict=True):
                 if not anyone:
                     parameter.grad = None
@@ -119,7 +112,7 @@ class WholeGradients:
                     parameter.grad = self._places[parameter][0].detach()
         self._backward = None
         self._divided = set()
-        self.buckets.arm(range(len(self._members)))
+        self.buckets.arm(range(len(self._members)), self._fill)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -185,23 +178,17 @@ class WholeGradients:
         ]
         self._used_here[index] = used
         if all(used):
-            self.buckets.usage[index].fill_(1)
+            self.buckets[index].usage.fill_(1)
         else:
             # Summed in the bucket's dtype, where large counts may round; only "more than none" is asked of them.
-            self.buckets.usage[index].copy_(torch.tensor(used))
+            self.buckets[index].usage.copy_(torch.tensor(used))
 
 
-@dataclass(frozen=True)
-class _BucketLayout:
-    """One bucket: its parameters in the reverse order of registration, and their sizes; none is packed."""
+def _layouts(parameters: dict[str, Parameter], bucket_bytes: int) -> list[BucketLayout]:
+    """Cut the parameters into buckets of one dtype and device, in the reverse order of registration.
 
-    names: tuple[str, ...]
-    numels: tuple[int, ...]
-    packs: tuple[tuple[str, ...], ...] = ()
-
-
-def _layouts(parameters: dict[str, Parameter], bucket_bytes: int) -> list[_BucketLayout]:
-    """Cut the parameters into buckets of one dtype and device, ordered by their last parameter."""
+    Buckets are ordered by their last parameter.
+    """
     open_buckets: dict[tuple[torch.dtype, torch.device], list[str]] = {}
     num_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
     closed: list[list[str]] = []
@@ -215,7 +202,9 @@ def _layouts(parameters: dict[str, Parameter], bucket_bytes: int) -> list[_Bucke
     closed.extend(open_buckets.values())
     place = {name: i for i, name in enumerate(reversed(parameters))}
     closed.sort(key=lambda bucket: place[bucket[-1]])
-    return [_BucketLayout(tuple(bucket), tuple(parameters[name].numel() for name in bucket)) for bucket in closed]
+    return [
+        BucketLayout(("dp",), tuple(bucket), tuple(parameters[name].numel() for name in bucket)) for bucket in closed
+    ]
 
 
 def _fits(view: Tensor, parameter: Parameter) -> bool:

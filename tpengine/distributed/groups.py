@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,16 @@ class Communicators:
     dp_tp: Communicator
     dp_replica: Communicator
     ends: Communicator
+
+    def over(self, axes: Sequence[str]) -> Communicator:
+        """Return the ranks that one sum over these axes joins: ("dp", "tp") are those of `dp_tp`.
+
+        Args:
+            axes: names of axes, in the order in which the fields of this class name them.
+        """
+        comm: Communicator | None = getattr(self, "_".join(axes))
+        assert comm is not None, f"no rank shares anything over {axes}"
+        return comm
 
     @classmethod
     def of(cls, mesh: Mesh, config: Config, device: torch.device) -> Communicators:

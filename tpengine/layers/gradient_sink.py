@@ -1,15 +1,16 @@
-"""Where weight gradients go: the sink protocol, the engine's sinks, and the sink for other models.
+"""Where weight gradients go: into autograd or into the engine's buffers, now or later.
 
 The backward of a layer's Function hands its weights, x and dy to a sink, which decides when and where their gradients
 are computed. What the sink returns, the Function returns to autograd.
 
-`ParamGradSink` returns the gradient. It is the default of every layer: so weights may be computed (parametrizations,
-functional_call) and hooked, `torch.autograd.grad` finds them, and the layers work in any model under any optimizer.
-`BufferSink` accumulates into the flat buffers of the engine and returns nothing: where dtypes agree, the GEMM
-accumulates without an intermediate tensor, and weights whose gradients the engine keeps behind each other get them from
-one GEMM. `DeferringSink` wraps another sink and lets a schedule run the weight half of a backward pass later than its
-input half. The price of these two: the gradient is a side effect of backward. It reaches parameters only, and hooks are
-not called as torch calls them; `check_reaches` refuses such weights.
+`GradientSink` adds now. The default of every layer, attached to nothing, returns the gradient: so weights may be
+computed (parametrizations, functional_call) and hooked, `torch.autograd.grad` finds them, and the layers work in any
+model under any optimizer. The engine attaches it to its flat buffers: then it accumulates into these and returns
+nothing. Where dtypes agree, the GEMM accumulates without an intermediate tensor, and weights whose gradients the engine
+keeps behind each other get them from one GEMM. `DeferringSink` adds later: it passes contributions to another sink,
+and lets a schedule run the weight half of a backward pass later than its input half. The price of both uses by the
+engine: the gradient is a side effect of backward. It reaches parameters only, and hooks are not called as torch calls
+them; `check_reaches` refuses such weights.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,22 +56,67 @@ WeightTerms = Sequence[WeightTerm]
 Gradients = Sequence[Tensor | None]
 
 
-@runtime_checkable
-class GradientSink(Protocol):
-    """Takes the weight gradients of one backward pass.
+class Buckets(Protocol):
+    """Counts contributions to gradients: data_parallel.GradientBuckets."""
 
-    Each method returns the gradient if autograd is to accumulate it, or None if the sink has taken it.
+    def contributed(self, index: int) -> None:
+        """Count one contribution to a gradient in bucket `index`, after it has been added."""
 
-    `defers` tells a layer that this backward pass is an input half: what the layer gives now is added later. A layer
-    that would gather a tensor only for its weight gradients then leaves that gather to `weight_grads`.
+
+class GradientSink:
+    """Adds each contribution to a weight's gradient as soon as it is given.
+
+    Each method returns the gradient if autograd is to accumulate it, which casts as with any other, or None if the sink
+    has taken it: then it lies in the buffer that `attach` has named, whose bucket counts contributions.
 
     `partial` names the ranks that hold the same parameter, each with only a part of its gradient's sum (norm weights:
-    tp; replicated KV weights: the replicas). The owner of the sink takes the sum over them, at once or later.
+    tp; replicated KV weights: the replicas). What autograd is given is summed over them at once. A buffer's bucket is
+    summed over data-parallel ranks and those ranks together, later (parameters.ParameterSpec.reduce_over).
+
+    Weights whose gradients are declared to lie behind each other, and whose dy do too, get theirs from one product. Who
+    lays the gradients out declares it (data_parallel/bucket.py); addresses are not compared.
+
+    Cost: for autograd, one all-reduce over `partial` per norm weight and micro-batch; none for a buffer.
     """
+
+    def __init__(self) -> None:
+        self._buckets: Buckets | None = None
+        self._places: Mapping[Any, tuple[Tensor, int]] = {}
+        # By the first weight of each.
+        self._packs: Mapping[Any, tuple[tuple[Parameter, ...], Tensor]] = {}
+
+    def __deepcopy__(self, memo: object) -> GradientSink:
+        """Return a sink that is attached to nothing: buffers belong to the original module, not to its copy."""
+        return GradientSink()
+
+    @property
+    def is_autograds(self) -> bool:
+        """Whether autograd gets every gradient at once, as of any other module."""
+        return self._buckets is None
 
     @property
     def defers(self) -> bool:
-        """Whether contributions are kept for the weight half."""
+        """Whether this backward pass is an input half: what a layer gives now is added later.
+
+        A layer that would gather a tensor only for its weight gradients then leaves that gather to `weight_grads`.
+        """
+        return False
+
+    def attach(
+        self,
+        places: Mapping[Parameter, tuple[Tensor, int]],
+        buckets: Buckets,
+        packs: Mapping[tuple[Parameter, ...], Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Say where each parameter's gradient goes.
+
+        Args:
+            places: parameter -> (tensor of its shape in the accumulation dtype, zeroed by its owner; its bucket).
+            buckets: told of each contribution.
+            packs: parameters whose gradients lie behind each other -> all of these as one matrix.
+        """
+        self._places, self._buckets = dict(places), buckets
+        self._packs = {weights[0]: (weights, matrix) for weights, matrix in packs.items()}
 
     def weight_grads(
         self,
@@ -89,144 +135,62 @@ class GradientSink(Protocol):
             x: [T, in], or this rank's rows of it if `gather_x` is given.
             gather_x, gather_dy: the ranks over which to gather x, or dy, before the product; None: it is whole.
         """
+        x = x if gather_x is None else gather_x.all_gather(x)
+        dy = dy if gather_dy is None else gather_dy.all_gather(dy.contiguous())
+        if not self._packs:
+            return [self.weight_grad(term.weight, x, term.columns_of(dy), term.partial) for term in terms]
+        gradients: list[Tensor | None] = []
+        while len(gradients) < len(terms):
+            term = terms[len(gradients)]
+            weights, matrix = self._packs.get(term.weight, ((), None))
+            these = terms[len(gradients) : len(gradients) + len(weights)]
+            if matrix is not None and _are_side_by_side(these, weights):
+                accumulate_wgrad(matrix, _columns(dy, term.first, len(matrix)), x)
+                for weight in weights:
+                    self._counted(self._places[weight][1])
+                gradients += [None] * len(weights)
+            else:
+                gradients.append(self.weight_grad(term.weight, x, term.columns_of(dy), term.partial))
+        return gradients
 
     def weight_grad(self, param: Tensor, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> Tensor | None:
         """Add dw[out, in] = dy[T, out].T @ x[T, in] to the gradient of `param`."""
+        if self._buckets is None:
+            return self.add(param, dy.T @ x, partial)
+        buffer, bucket = self._places[param]
+        accumulate_wgrad(buffer, dy, x)
+        self._counted(bucket)
+        return None
 
     def add(self, param: Tensor, grad: Tensor, partial: Communicator | None = None) -> Tensor | None:
         """Add a gradient that is already computed, of `param`'s shape, in the accumulation dtype."""
+        if self._buckets is None:
+            if partial is None or partial.size == 1:
+                return grad
+            # Summed over ranks in the wider dtype: under autocast a float32 parameter's product is in 16 bits.
+            return partial.all_reduce_(grad.to(torch.promote_types(grad.dtype, param.dtype)).contiguous())
+        buffer, bucket = self._places[param]
+        buffer.add_(grad)
+        self._counted(bucket)
+        return None
 
     def add_rows(self, param: Tensor, rows: Tensor, grad: Tensor) -> Tensor | None:
         """Add grad[n, :] to row rows[n] of the gradient of `param`, for every n.
 
         Rows may repeat; those outside `param` are skipped.
         """
-
-
-class _ImmediateSink:
-    """A sink that adds each contribution as soon as it is given."""
-
-    @property
-    def defers(self) -> bool:
-        """See GradientSink."""
-        return False
-
-    def weight_grads(
-        self,
-        terms: WeightTerms,
-        dy: Tensor,
-        x: Tensor,
-        *,
-        gather_x: Communicator | None = None,
-        gather_dy: Communicator | None = None,
-    ) -> Gradients:
-        """See GradientSink."""
-        x = x if gather_x is None else gather_x.all_gather(x)
-        dy = dy if gather_dy is None else gather_dy.all_gather(dy.contiguous())
-        return self._of_whole(terms, dy, x)
-
-    def _of_whole(self, terms: WeightTerms, dy: Tensor, x: Tensor) -> Gradients:
-        """Add what all rows of dy and x contribute."""
-        return [self.weight_grad(term.weight, x, term.columns_of(dy), term.partial) for term in terms]
-
-    def weight_grad(self, param: Tensor, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> Tensor | None:
-        """See GradientSink."""
-        raise NotImplementedError
-
-
-class ParamGradSink(_ImmediateSink):
-    """Return gradients to autograd, which casts and accumulates them as any other; all-reduce partial sums at once.
-
-    Cost: one all-reduce over `partial` per norm weight and micro-batch; the engine's sink leaves that sum to a bucket.
-    """
-
-    def weight_grad(self, param: Tensor, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> Tensor | None:
-        return self.add(param, dy.T @ x, partial)
-
-    def add(self, param: Tensor, grad: Tensor, partial: Communicator | None = None) -> Tensor | None:
-        if partial is None or partial.size == 1:
-            return grad
-        # Summed over ranks in the wider dtype: under autocast a float32 parameter's product is in 16 bits.
-        return partial.all_reduce_(grad.to(torch.promote_types(grad.dtype, param.dtype)).contiguous())
-
-    def add_rows(self, param: Tensor, rows: Tensor, grad: Tensor) -> Tensor | None:
-        total = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
-        add_rows_(total, rows, grad.to(param.dtype))
-        return total
-
-
-class Buckets(Protocol):
-    """Counts contributions to gradients: data_parallel.GradientBuckets."""
-
-    def contributed(self, index: int) -> None:
-        """Count one contribution to a gradient in bucket `index`, after it has been added."""
-
-
-class BufferSink(_ImmediateSink):
-    """Accumulate into the gradient buckets, which count contributions.
-
-    Weights whose gradients are declared to lie behind each other, and whose dy do too, get theirs from one product. Who
-    lays the gradients out declares it (data_parallel/buckets.py); addresses are not compared.
-
-    `partial` is ignored here. The bucket that holds the parameter is later summed over data-parallel ranks and those
-    ranks together (parameters.ParameterSpec.reduce_over).
-    """
-
-    def __init__(self) -> None:
-        self._places: Mapping[Any, tuple[Tensor, int]] = {}
-        # By the first weight of each.
-        self._packs: Mapping[Any, tuple[tuple[Parameter, ...], Tensor]] = {}
-        self._buckets: Buckets
-
-    def __deepcopy__(self, memo: object) -> ParamGradSink:
-        """Return a ParamGradSink: the buffers belong to the original module, not to its copy."""
-        return ParamGradSink()
-
-    def attach(
-        self,
-        places: Mapping[Parameter, tuple[Tensor, int]],
-        buckets: Buckets,
-        packs: Mapping[tuple[Parameter, ...], Tensor] = MappingProxyType({}),
-    ) -> None:
-        """Say where each parameter's gradient goes.
-
-        Args:
-            places: parameter -> (tensor of its shape in the accumulation dtype, zeroed by its owner; its bucket).
-            buckets: told of each contribution.
-            packs: parameters whose gradients lie behind each other -> all of these as one matrix.
-        """
-        self._places, self._buckets = dict(places), buckets
-        self._packs = {weights[0]: (weights, matrix) for weights, matrix in packs.items()}
-
-    def _of_whole(self, terms: WeightTerms, dy: Tensor, x: Tensor) -> Gradients:
-        place = 0
-        while place < len(terms):
-            weights, matrix = self._packs.get(terms[place].weight, ((), None))
-            these = terms[place : place + len(weights)]
-            if matrix is not None and _are_side_by_side(these, weights):
-                accumulate_wgrad(matrix, _columns(dy, these[0].first, len(matrix)), x)
-                for weight in weights:
-                    self._buckets.contributed(self._places[weight][1])
-                place += len(weights)
-            else:
-                term = terms[place]
-                self.weight_grad(term.weight, x, term.columns_of(dy), term.partial)
-                place += 1
-        return [None] * len(terms)
-
-    def weight_grad(self, param: Tensor, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
-        buffer, bucket = self._places[param]
-        accumulate_wgrad(buffer, dy, x)
-        self._buckets.contributed(bucket)
-
-    def add(self, param: Tensor, grad: Tensor, partial: Communicator | None = None) -> None:
-        buffer, bucket = self._places[param]
-        buffer.add_(grad)
-        self._buckets.contributed(bucket)
-
-    def add_rows(self, param: Tensor, rows: Tensor, grad: Tensor) -> None:
+        if self._buckets is None:
+            total = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+            add_rows_(total, rows, grad.to(param.dtype))
+            return total
         buffer, bucket = self._places[param]
         add_rows_(buffer, rows, grad)
+        self._counted(bucket)
+        return None
+
+    def _counted(self, bucket: int) -> None:
+        """Count a contribution that has been added to a buffer."""
+        assert self._buckets is not None, "only buckets count"
         self._buckets.contributed(bucket)
 
 
@@ -282,7 +246,7 @@ class WeightHalves:
             waiting.pop()()
 
 
-class DeferringSink:
+class DeferringSink(GradientSink):
     """Passes contributions to another sink: at once, or, while an input half runs, in its weight half.
 
     Those of norms and embeddings are deferred too. So each parameter's sum is taken in the order of the micro-batches'
@@ -294,11 +258,13 @@ class DeferringSink:
     """
 
     def __init__(self, inner: GradientSink, halves: WeightHalves) -> None:
+        super().__init__()
         self.inner, self.halves = inner, halves
 
-    def __deepcopy__(self, memo: object) -> ParamGradSink:
-        """Return a ParamGradSink, as BufferSink does: no schedule runs the weight halves of a copy."""
-        return ParamGradSink()
+    @property
+    def is_autograds(self) -> bool:
+        """See GradientSink: never, since autograd gets nothing of an input half."""
+        return False
 
     @property
     def defers(self) -> bool:
@@ -376,11 +342,11 @@ def check_reaches(sink: GradientSink, weight: Tensor, name: str) -> None:
     """
     is_hooked = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
     is_parameter = isinstance(weight, Parameter) and weight.is_leaf
-    if (is_parameter and not is_hooked) or isinstance(sink, ParamGradSink):
+    if (is_parameter and not is_hooked) or sink.is_autograds:
         return
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return
-    if isinstance(sink, DeferringSink) and isinstance(sink.inner, ParamGradSink):
+    if isinstance(sink, DeferringSink) and sink.inner.is_autograds:
         if is_parameter and not weight._backward_hooks:
             return
         where, remedy = "a schedule that splits backward", "use schedule 1f1b or interleaved"

@@ -14,7 +14,7 @@ from tpkernels.exchange.communicator import Communicator
 from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.norm.operator import norm_backward, norm_forward
 
-from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, check_reaches, total_of
+from tpengine.layers.gradient_sink import GradientSink, check_reaches, total_of
 from tpengine.layers.placement import Placement, whole
 
 
@@ -112,7 +112,7 @@ class Norm(nn.Module):
     ) -> None:
         super().__init__()
         self.comm, self.eps = comm, eps
-        self.sink: GradientSink = sink or ParamGradSink()
+        self.sink: GradientSink = sink or GradientSink()
         self.weight = Parameter(torch.full((hidden_size,), 1.0 - self.offset, dtype=dtype, device=device))
         self.bias: Parameter | None = None
         if self.centered:

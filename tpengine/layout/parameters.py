@@ -20,7 +20,8 @@ from tpengine.architectures.describe import Norm
 from tpengine.architectures.registry import architecture_of, rule_of
 from tpengine.config import ModelConfig
 
-ReduceOver = Literal["dp", "dp_tp", "dp_replica"]
+# An axis of the mesh over which each rank's gradient is only a part of the sum.
+Axis = Literal["dp", "tp", "replica"]
 
 EMBEDDING = "embed_tokens.weight"
 POSITIONS = "embed_positions.weight"
@@ -59,7 +60,7 @@ class ParameterSpec:
         return self.shape if self.valid_rows is None else (self.valid_rows, *self.shape[1:])
 
     @property
-    def reduce_over(self) -> ReduceOver:
+    def reduce_over(self) -> tuple[Axis, ...]:
         """The axes over which each rank's gradient is only a partial sum.
 
         A sharded weight sees all tokens of its replica after the gather: dp alone. What is whole on every tp rank has
@@ -67,8 +68,8 @@ class ParameterSpec:
         rank's query heads: dp and the replicas.
         """
         if self.shard_dim is None:
-            return "dp_tp"
-        return "dp_replica" if self.replicas > 1 else "dp"
+            return ("dp", "tp")
+        return ("dp", "replica") if self.replicas > 1 else ("dp",)
 
     def block(self, tp: int, tp_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (offset, size) of the block of the global tensor that tp rank `tp_rank` of `tp` holds."""
@@ -248,14 +249,14 @@ class Gradient:
     Attributes:
         name: unique on the rank.
         numel: elements on one rank.
-        reduce_over: the ranks over which it is summed while backward runs.
+        reduce_over: axes of the ranks over which it is summed while backward runs.
         joined: lies in one bucket with the gradient before it, and right behind that.
         alone: has a bucket of its own.
     """
 
     name: str
     numel: int
-    reduce_over: ReduceOver
+    reduce_over: tuple[Axis, ...]
     joined: bool = False
     alone: bool = False
 
@@ -336,7 +337,7 @@ def sliced_gradients(specs: Sequence[ParameterSpec], tp: int, alone: Collection[
         Gradient(
             spec.name,
             spec.local_numel(tp),
-            "dp_tp" if spec.shard_dim is None else "dp",
+            ("dp", "tp") if spec.shard_dim is None else ("dp",),
             joined=spec.name.endswith(_PACKED_BEHIND),
             alone=spec.name in alone,
         )
@@ -379,7 +380,7 @@ def exact_gradients(
         Gradient(
             leaf_name(spec.name, rank, head),
             -(-spec.local_numel(num_shards) // elements) * elements,
-            "dp",
+            ("dp",),
             joined=sliced and (rank > 0 or spec.name.endswith(_PACKED_BEHIND)),
             alone=sliced and spec.name == EMBEDDING,
         )
@@ -394,14 +395,15 @@ class BucketLayout:
     """One flat gradient buffer: which gradients lie in it, in which order, and who sums it.
 
     Attributes:
-        reduce_over: the ranks over which it is summed.
+        reduce_over: axes of the ranks that hold parts of its sum; where replicas own slices (ZeRO), dp alone is summed
+            while backward runs.
         names: its gradients, in the order in which backward completes them; in that of their use in forward where
             replicas own slices or gradients are packed.
         numels: elements of each on one rank.
         packs: names of gradients that one product adds to, each right behind the last: they are rows of one matrix.
     """
 
-    reduce_over: ReduceOver
+    reduce_over: tuple[Axis, ...]
     names: tuple[str, ...]
     numels: tuple[int, ...]
     packs: tuple[tuple[str, ...], ...] = ()
@@ -441,7 +443,7 @@ def bucket_layouts(
         first use; a bucket is complete with its last one. Gradients summed over different ranks lie in different
         buckets.
     """
-    open_buckets: dict[ReduceOver, list[Gradient]] = {}
+    open_buckets: dict[tuple[Axis, ...], list[Gradient]] = {}
     closed: list[list[Gradient]] = []
     completion = {gradient.name: place for place, gradient in enumerate(reversed(gradients))}
     left = item_bytes * sum(gradient.numel for gradient in gradients)

@@ -13,7 +13,7 @@ Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -84,6 +84,48 @@ class BlockCut:
         """Return the elements of the tensor that a replica owns; empty where there are none left for it."""
         number = (replica - self.first) % self.num_slices
         return slice(min(number * self.size, self.numel), min((number + 1) * self.size, self.numel))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a bucket is cut over replicas (ZeRO).
+
+        packed[R, S]: row i is the slice of replica i
+
+    Attributes:
+        layout: the bucket.
+        num_slices: R, replicas.
+        blocks: by tensor's name, its own cut at borders of blocks (exact mode); a slice has the tensors' parts behind
+            each other. None cuts the bucket as it lies: `packed` is the bucket itself, with padding behind it.
+    """
+
+    layout: BucketLayout
+    num_slices: int
+    blocks: Mapping[str, BlockCut] | None = None
+
+    @property
+    def size(self) -> int:
+        """Return S, the elements of a slice, padding included."""
+        if self.blocks is None:
+            return slice_numel(self.layout, self.num_slices)
+        return sum(self.blocks[name].size for name in self.layout.names)
+
+    @property
+    def numel(self) -> int:
+        """Return the elements of the bucket, with the padding that the cut needs in it."""
+        return self.layout.numel if self.blocks is not None else self.num_slices * self.size
+
+    def parts(self, owner: int) -> Iterator[Part]:
+        """Yield what the slice of replica `owner` holds, in the order of the bucket's tensors."""
+        if self.blocks is None:
+            yield from parts_of(self.layout, self.num_slices, owner)
+            return
+        offset = 0
+        for name in self.layout.names:
+            owned = self.blocks[name].owned_by(owner)
+            if owned.start < owned.stop:
+                yield Part(name, slice(offset, offset + owned.stop - owned.start), owned)
+            offset += self.blocks[name].size
 
 
 @dataclass(frozen=True)

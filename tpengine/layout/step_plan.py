@@ -8,6 +8,7 @@ plan/; here is only what a transformer of this configuration puts into it.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGH
 from tpengine.dtypes import dtype_bytes
 from tpengine.layout.parameters import (
     EMBEDDING,
+    Axis,
     BucketLayout,
     Gradient,
     bucket_layouts,
@@ -241,14 +243,8 @@ def chunk_gradients(
 
 def num_summed(layout: Layout, bucket: BucketLayout, model: ModelConfig) -> int:
     """How many ranks a bucket is summed over."""
-    return (
-        layout.dp
-        * {
-            "dp": 1,
-            "dp_tp": layout.tp,
-            "dp_replica": kv_replicas(model, layout.tp),
-        }[bucket.reduce_over]
-    )
+    sizes: dict[Axis, int] = {"dp": layout.dp, "tp": layout.tp, "replica": kv_replicas(model, layout.tp)}
+    return math.prod(sizes[axis] for axis in bucket.reduce_over)
 
 
 def training_plan(config: Config, layout: Layout) -> Plan:

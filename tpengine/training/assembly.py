@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from tpkernels.launch import accumulation_dtype
 
 from tpengine.config import Config, num_blocks, num_shards_of
-from tpengine.data_parallel.exact_slices import PackedWeights
-from tpengine.data_parallel.gradients import ExactGradients, FastGradients, StepGradients
-from tpengine.data_parallel.sliced_gradients import SlicedGradients
-from tpengine.data_parallel.sliced_weights import SlicedWeights
+from tpengine.data_parallel.gradients import StepGradients, buckets_of_pieces, exact_step_gradients, fast_step_gradients
+from tpengine.data_parallel.weight_buckets import WeightBuckets
 from tpengine.distributed.groups import Communicators
 from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import make_deterministic
-from tpengine.layers.gradient_sink import BufferSink, DeferringSink, WeightHalves
+from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
 from tpengine.layers.linear.column import declare_places
-from tpengine.layout.parameters import in_order_of_packing
-from tpengine.layout.slices import BlockCut
+from tpengine.layout.parameters import BucketLayout, in_order_of_packing
+from tpengine.layout.slices import BlockCut, Cut
 from tpengine.layout.step_plan import Layout, reduced_of, weights_of
 from tpengine.model.exact import Shards
 from tpengine.model.parts import ExactParts, FastParts, Parts
@@ -39,7 +37,7 @@ class Assembled(NamedTuple):
 
     model: Transformer
     gradients: StepGradients
-    sliced: SlicedWeights | PackedWeights | None = None
+    sliced: WeightBuckets | None = None
 
 
 def assemble(
@@ -64,7 +62,7 @@ def assemble(
 def _fast(
     config: Config, layout: Layout, mesh: Mesh, comms: Communicators, device: torch.device, halves: WeightHalves
 ) -> Assembled:
-    dtype, sink = getattr(torch, config.train.dtype), BufferSink()
+    dtype, sink = getattr(torch, config.train.dtype), GradientSink()
     parts = FastParts(
         config.model,
         comms.tp,
@@ -76,20 +74,22 @@ def _fast(
         device=device,
     )
     model, buckets = _model(config, layout, mesh, parts), layout.buckets_of(mesh.at.pp)
-    options: dict[str, Any] = dict(
+    cuts = {index: Cut(bucket, comms.dp.size) for index, bucket in buckets.items()}
+    sliced = _sliced(config, layout, model, cuts, comms)
+    gradients = fast_step_gradients(
+        buckets,
+        model.pieces,
+        model.held,
         # Tied ends in one chunk contribute twice per backward pass; in two chunks of a rank, once per chunk's pass.
         tied_ends=config.model.tie_embeddings and len(layout.ranks) == 1,
         comms=comms,
         dtype=accumulation_dtype(dtype),
         device=device,
         sink=sink,
+        is_cut=layout.zero > 0,
+        each=layout.zero > 0 and reduced_of(config) is Reduced.MICROBATCH,
     )
-    if not layout.zero:
-        return Assembled(model, FastGradients(buckets, model.held, **options))
-    sliced = SlicedWeights(buckets, model.held, comms.dp, _kept_whole(config, layout, buckets))
-    _declare(model, sliced)
-    each = reduced_of(config) is Reduced.MICROBATCH
-    return Assembled(model, SlicedGradients(buckets, model.pieces, model.held, each=each, **options), sliced)
+    return Assembled(model, gradients, sliced)
 
 
 def _exact(
@@ -98,7 +98,7 @@ def _exact(
     make_deterministic(device)
     dtype = getattr(torch, config.train.dtype)
     shards = Shards(comms.tp, num_shards_of(config))
-    sinks, head_sinks = ([BufferSink() for _ in shards.held] for _ in range(2))
+    sinks, head_sinks = ([GradientSink() for _ in shards.held] for _ in range(2))
     parts = ExactParts(
         config.model,
         shards,
@@ -107,9 +107,24 @@ def _exact(
         dtype=dtype,
         device=device,
     )
-    model = _model(config, layout, mesh, parts)
-    gradients = ExactGradients(
-        layout.buckets_of(mesh.at.pp),
+    model, buckets = _model(config, layout, mesh, parts), layout.buckets_of(mesh.at.pp)
+    # A weight lies in the bucket of its number in which its gradient does, behind those that it is packed with.
+    members: dict[int, list[str]] = {}
+    bucket_of = buckets_of_pieces(buckets, model.pieces, shards)
+    for name in in_order_of_packing(model.pieces):
+        members.setdefault(bucket_of[name], []).append(name)
+    blocks = {name: BlockCut.of(name, parameter.numel(), comms.dp.size) for name, parameter in model.held.items()}
+    cuts = {
+        index: Cut(
+            BucketLayout(("dp",), tuple(names), tuple(model.held[name].numel() for name in names)),
+            comms.dp.size,
+            blocks,
+        )
+        for index, names in members.items()
+    }
+    sliced = _sliced(config, layout, model, cuts, comms)
+    gradients = exact_step_gradients(
+        buckets,
         model.pieces,
         model.held,
         shards,
@@ -122,26 +137,21 @@ def _exact(
         device=device,
         sinks=sinks,
         head_sinks=head_sinks,
-        sliced=layout.zero > 0,
+        is_cut=layout.zero > 0,
     )
-    if not layout.zero:
-        return Assembled(model, gradients)
-    members: dict[int, list[str]] = {}
-    for name in in_order_of_packing(model.pieces):
-        members.setdefault(gradients.bucket_of(name), []).append(name)
-    cuts = {name: BlockCut.of(name, parameter.numel(), comms.dp.size) for name, parameter in model.held.items()}
-    kept = _kept_whole(config, layout, members)
-    sliced = PackedWeights(members, cuts, model.held, comms.dp, kept)
-    _declare(model, sliced)
     return Assembled(model, gradients, sliced)
 
 
-def _declare(model: Transformer, sliced: SlicedWeights | PackedWeights) -> None:
-    declare_places(model, {model.held[name]: place for name, place in sliced.owned.places.items()})
-
-
-def _kept_whole(config: Config, layout: Layout, buckets: Iterable[int]) -> frozenset[int]:
-    return frozenset(index for index in buckets if weights_of(config, layout, index) is Weights.UPDATED)
+def _sliced(
+    config: Config, layout: Layout, model: Transformer, cuts: Mapping[int, Cut], comms: Communicators
+) -> WeightBuckets | None:
+    """Lay the weights into buckets, if replicas own slices of them."""
+    if not layout.zero:
+        return None
+    kept = {index for index in cuts if weights_of(config, layout, index) is Weights.UPDATED}
+    sliced = WeightBuckets(cuts, model.held, comms.dp, kept)
+    declare_places(model, {model.held[name]: place for name, place in sliced.places.items()})
+    return sliced
 
 
 def _model(config: Config, layout: Layout, mesh: Mesh, parts: Parts) -> Transformer:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tpengine.config import Config, Phase, Phases, num_blocks
 from tpengine.data import Corpus, for_phase
-from tpengine.data_parallel.gradients import ExactGradients
 from tpengine.distributed.process import differing_ranks
 from tpengine.layout.parameters import Piece
 from tpengine.layout.phase_layouts import cut_of, phase_layouts
@@ -119,7 +118,7 @@ def enter_phase_of(trainer: Trainer, step: int) -> bool:
     if not is_cut_alike:
         trainer.build()
         _fill(trainer, held)
-    elif isinstance(trainer.gradients, ExactGradients):
+    elif trainer.config.train.reduction == "exact":
         config = trainer.config
         blocks = num_blocks(config) // trainer.mesh.shape.dp
         trainer.gradients.set_blocks(config.train.num_micro_batches, blocks)

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 
 from tpkernels.exchange.pending import Work
 
-from tpengine.data_parallel.exact_slices import PackedWeights
-from tpengine.data_parallel.sliced_weights import SlicedWeights
+from tpengine.data_parallel.weight_buckets import WeightBuckets
 from tpengine.pipeline.executor import Handler
 from tpengine.plan import Action, Kind
 from tpengine.plan.actions import COMPUTE
@@ -27,7 +26,7 @@ class WeightMoves:
 
     def __init__(
         self,
-        sliced: SlicedWeights | PackedWeights | None,
+        sliced: WeightBuckets | None,
         on_start: Callable[[Action], None],
         on_change: Callable[[], None],
     ) -> None:
@@ -63,7 +62,7 @@ class WeightMoves:
         return self.weights.is_complete(bucket)
 
     @property
-    def weights(self) -> SlicedWeights | PackedWeights:
+    def weights(self) -> WeightBuckets:
         """The weights of a plan that gathers."""
         assert self._sliced is not None, "a plan whose weights are whole gathers none"
         return self._sliced

@@ -21,7 +21,7 @@ from benchmarks.harness.timing import PASSED, Spread, interleave, paired_ratios,
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import Config
 from tpengine.config.presets import preset_config
-from tpengine.layers.gradient_sink import BufferSink
+from tpengine.layers.gradient_sink import GradientSink
 from tpengine.model.block import Block
 from tpengine.model.parts import FastParts
 
@@ -46,7 +46,7 @@ class MicroBatch:
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        model, train, sink = config.model, config.train, BufferSink()
+        model, train, sink = config.model, config.train, GradientSink()
         dtype, architecture = getattr(torch, train.dtype), architecture_of(model)
         parts = FastParts(model, Communicator(None), sink=sink, dtype=dtype, device=device)
         self._block, self._seq = Block(parts, architecture.block(model, 0), architecture.order), train.seq_len

@@ -281,7 +281,7 @@ def _buckets(
         numel = sum(spec.local_numel(sizes.tp) for spec in chunk_specs(model, sizes.tp, layers, chunk))
         for part in range(num_buckets):
             share = numel * (part + 1) // num_buckets - numel * part // num_buckets
-            layout = BucketLayout("dp", (f"chunk {chunk} part {part}",), (share,))
+            layout = BucketLayout(("dp",), (f"chunk {chunk} part {part}",), (share,))
             found[len(found)] = PlacedBucket((chunk,), layout)
     return found
 

@@ -107,7 +107,7 @@ def layer_norm_bias_missing() -> Any:
 def q_norm_not_summed_over_tp() -> Any:
     """Each rank keeps the gradient of its own heads."""
     of: Any = vars(ParameterSpec)["reduce_over"]
-    own = property(lambda spec: "dp" if spec.name.endswith("q_norm.weight") else of.fget(spec))
+    own = property(lambda spec: ("dp",) if spec.name.endswith("q_norm.weight") else of.fget(spec))
     return patch.object(ParameterSpec, "reduce_over", own)
 
 

@@ -40,8 +40,13 @@ class WrongGradients(Gradients):
 
     def spoil(self) -> None:
         gradients: Any = self.trainer.gradients
-        gradient = gradients.of["layers.3.input_layernorm.weight"]
-        gradients.inner.finish = lambda: gradient.mul_(1 + 1e-4)
+        gradient, finish = gradients.of["layers.3.input_layernorm.weight"], gradients.finish
+
+        def spoilt() -> None:
+            gradient.mul_(1 + 1e-4)
+            finish()
+
+        gradients.finish = spoilt
 
 
 class StaleReplica(WrongGradients):

@@ -10,7 +10,6 @@ import torch
 
 from tpengine.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, validate
 from tpengine.data import open_corpus
-from tpengine.data_parallel.sliced_buckets import has_memory
 from tpengine.training.trainer import Trainer
 
 STEPS = 3
@@ -96,7 +95,9 @@ def whole_weights(trainer: Trainer) -> Iterator[None]:
     """Gather what replicas own of each other's weights; collective. Then leave them as they were."""
     sliced = trainer.sliced
     indices = () if sliced is None else tuple(sliced.flat)
-    had_memory = {index: has_memory(sliced.flat[index]) for index in indices} if sliced is not None else {}
+    had_memory = (
+        {index: sliced.flat[index].untyped_storage().nbytes() > 0 for index in indices} if sliced is not None else {}
+    )
     for index in indices:
         assert sliced is not None
         sliced.gather(index)

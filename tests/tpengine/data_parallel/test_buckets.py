@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tpengine.data_parallel import GradientBuckets
+from tpengine.data_parallel.bucket import Bucket
+from tpengine.layout.parameters import BucketLayout
 
 
 class Recorder:
@@ -33,12 +35,15 @@ class Recorder:
 def build(recorder: Recorder) -> GradientBuckets:
     """Bucket 5 holds c and b, bucket 6 holds a, which contributes twice (tied)."""
     parameters = {name: Parameter(torch.zeros(2, 3)) for name in "abc"}
-    layouts = {
-        5: SimpleNamespace(names=("c", "b"), numels=(6, 6), packs=()),
-        6: SimpleNamespace(names=("a",), numels=(6,), packs=()),
-    }
-    contributions = {"a": 2, "b": 1, "c": 1}
-    return GradientBuckets(layouts, parameters, contributions, recorder.of(5, 6), torch.float32, torch.device("cpu"))
+    layouts = {5: BucketLayout(("dp",), ("c", "b"), (6, 6)), 6: BucketLayout(("dp",), ("a",), (6,))}
+    return GradientBuckets(made(layouts, parameters, recorder), {"a": 2})
+
+
+def made(
+    layouts: dict[int, BucketLayout], parameters: dict[str, Parameter], recorder: Recorder, **options: Any
+) -> dict[int, Bucket]:
+    comms = recorder.of(*layouts)
+    return {index: Bucket(layout, parameters, comms[index], **options) for index, layout in layouts.items()}
 
 
 def test_gradients_are_views_of_the_flat_buffers() -> None:
@@ -54,9 +59,8 @@ def packed(*names: str, shapes: dict[str, tuple[int, ...]] | None = None) -> Gra
     sizes = {name: (2, 3) for name in "abc"} | (shapes or {})
     parameters = {name: Parameter(torch.zeros(size)) for name, size in sizes.items()}
     numels = tuple(parameter.numel() for parameter in parameters.values())
-    layout = SimpleNamespace(names=tuple("abc"), numels=numels, packs=(names,))
-    ones = dict.fromkeys("abc", 1)
-    return GradientBuckets({5: layout}, parameters, ones, Recorder().of(5), torch.float32, torch.device("cpu"))
+    layout = BucketLayout(("dp",), tuple("abc"), numels, packs=(names,))
+    return GradientBuckets(made({5: layout}, parameters, Recorder()))
 
 
 def test_gradients_that_are_declared_one_matrix_are_its_rows() -> None:
@@ -120,20 +124,11 @@ def test_an_early_bucket_waits_its_turn() -> None:
 
 def test_what_comes_before_a_sum_sees_all_contributions() -> None:
     recorder, order = Recorder(), []
-    layouts = {0: SimpleNamespace(names=("a",), numels=(2,), packs=())}
-    parameters = {"a": Parameter(torch.zeros(2))}
-    buckets = GradientBuckets(
-        layouts,
-        parameters,
-        {"a": 1},
-        recorder.of(0),
-        None,
-        None,
-        before_sum=lambda i: order.append((i, *recorder.started)),
-    )
+    layouts = {0: BucketLayout(("dp",), ("a",), (2,))}
+    buckets = GradientBuckets(made(layouts, {"a": Parameter(torch.zeros(2))}, recorder))
     gradient, index = buckets.place("a")
     assert gradient is buckets.gradients["a"] and index == 0
-    buckets.arm([0])
+    buckets.arm([0], lambda i: order.append((i, *recorder.started)))
     buckets.contributed(index)
     assert order == [(0,)] and recorder.started == [0]
 
@@ -175,10 +170,10 @@ def test_a_bucket_takes_dtype_device_and_strides_from_its_parameters() -> None:
     a = Parameter(torch.zeros(2, 3, 2, 2, dtype=torch.bfloat16).to(memory_format=torch.channels_last))
     parameters = {"a": a, "b": Parameter(torch.zeros(3)), "c": Parameter(torch.zeros(5, 4).T)}
     layouts = {
-        0: SimpleNamespace(names=("c", "b"), numels=(20, 3), packs=()),
-        1: SimpleNamespace(names=("a",), numels=(24,), packs=()),
+        0: BucketLayout(("dp",), ("c", "b"), (20, 3)),
+        1: BucketLayout(("dp",), ("a",), (24,)),
     }
-    buckets = GradientBuckets(layouts, parameters, {"a": 1, "b": 1, "c": 1}, Recorder().of(0, 1), None, None)
+    buckets = GradientBuckets(made(layouts, parameters, Recorder()))
     assert [flat.dtype for flat in buckets.flat.values()] == [torch.float32, torch.bfloat16]
     for name, parameter in parameters.items():
         assert buckets.gradients[name].shape == parameter.shape
@@ -189,16 +184,16 @@ def test_a_bucket_takes_dtype_device_and_strides_from_its_parameters() -> None:
 
 def test_counts_of_users_travel_with_the_gradients() -> None:
     parameters = {name: Parameter(torch.zeros(2, 3)) for name in "ab"}
-    layouts = {0: SimpleNamespace(names=("b", "a"), numels=(6, 6), packs=())}
-    buckets = GradientBuckets(layouts, parameters, {"a": 1, "b": 1}, Recorder().of(0), None, None, count_usage=True)
-    buckets.usage[0].copy_(torch.tensor([True, False]))
-    buckets.sums[0].fill_(2)
+    layouts = {0: BucketLayout(("dp",), ("b", "a"), (6, 6))}
+    buckets = GradientBuckets(made(layouts, parameters, Recorder(), counts_usage=True))
+    buckets[0].usage.copy_(torch.tensor([True, False]))
+    buckets[0].sums.fill_(2)
     assert buckets.flat[0].tolist() == [2] * 12 + [1, 0]
     assert buckets.gradients["a"].tolist() == [[2] * 3] * 2
 
 
 def test_a_bucket_of_two_dtypes_is_a_mistake() -> None:
     parameters = {"a": Parameter(torch.zeros(2)), "b": Parameter(torch.zeros(2, dtype=torch.float64))}
-    layouts = {0: SimpleNamespace(names=("b", "a"), numels=(2, 2), packs=())}
+    layouts = {0: BucketLayout(("dp",), ("b", "a"), (2, 2))}
     with pytest.raises(AssertionError, match="one dtype and one device"):
-        GradientBuckets(layouts, parameters, {"a": 1, "b": 1}, Recorder().of(0), None, None)
+        made(layouts, parameters, Recorder())

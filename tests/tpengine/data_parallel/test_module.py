@@ -192,7 +192,7 @@ def not_divided_by_the_replicas(replica: Replica) -> None:
 
     def wait_for_more(index: int) -> Work:
         work = wait(index)
-        buckets.sums[index].mul_(replica.comm.size)
+        buckets[index].sums.mul_(replica.comm.size)
         return work
 
     buckets.wait = wait_for_more  # type: ignore[method-assign]
@@ -201,7 +201,8 @@ def not_divided_by_the_replicas(replica: Replica) -> None:
 def usage_not_summed(replica: Replica) -> None:
     """The counts stay at home: a replica knows only what it used itself."""
     buckets = replica.parallel.buckets
-    buckets.usage = {index: usage.clone() for index, usage in buckets.usage.items()}
+    for index in buckets.flat:
+        buckets[index].usage = buckets[index].usage.clone()
 
 
 def all_counted_as_used(replica: Replica) -> None:
@@ -210,7 +211,7 @@ def all_counted_as_used(replica: Replica) -> None:
 
     def claim(index: int) -> Work:
         work = wait(index)
-        buckets.usage[index].fill_(1)
+        buckets[index].usage.fill_(1)
         return work
 
     buckets.wait = claim  # type: ignore[method-assign]
@@ -230,15 +231,15 @@ def bucket_summed_before_its_last_gradient(replica: Replica) -> None:
 
     def count_one(order: Iterable[int]) -> None:
         for index in order:
-            if len(buckets.usage[index]) > 1:
+            if len(buckets[index].usage) > 1:
                 buckets.contributed(index)
 
-    def arm_early(order: Sequence[int]) -> None:
-        arm(order)
+    def arm_early(order: Sequence[int], on_start: Callable[[int], None] | None = None) -> None:
+        arm(order, on_start)
         count_one(order)
 
     count_one(buckets.flat)  # armed when they were made
-    buckets.arm = arm_early  # type: ignore[method-assign, assignment]
+    buckets.arm = arm_early  # type: ignore[method-assign]
 
 
 def absent_gradients_not_zeroed(replica: Replica) -> None:

@@ -31,7 +31,7 @@ from tpengine.layers import (
     vocab_parallel_cross_entropy,
 )
 from tpengine.layers.attention import Rotation, rope, tables_of
-from tpengine.layers.gradient_sink import BufferSink, DeferringSink, ParamGradSink, WeightHalves
+from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
 from tpengine.layers.linear.bias import LearnedPositions
 from tpengine.layers.mlp import FeedForward
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm
@@ -280,7 +280,7 @@ def test_prepared_weights_and_weights_that_change_between_calls() -> None:
 def test_the_engines_buffers_get_what_grad_gets() -> None:
     layer, x = swiglu_and_input()
     want = gradients(layer, layer, x)
-    sink = BufferSink()
+    sink = GradientSink()
     buffers = {parameter: torch.zeros_like(parameter) for parameter in layer.parameters()}
     sink.attach({p: (buffer, 0) for p, buffer in buffers.items()}, SimpleNamespace(contributed=lambda _: None))
     for part_of_layer in (layer.gate_proj, layer.up_proj, layer.down_proj):
@@ -297,7 +297,7 @@ def test_a_weight_half_gets_what_a_whole_backward_gets() -> None:
     want = gradients(layer, layer, x)
     halves = WeightHalves()
     for part_of_layer in (layer.gate_proj, layer.up_proj, layer.down_proj):
-        part_of_layer.sink = DeferringSink(ParamGradSink(), halves)
+        part_of_layer.sink = DeferringSink(GradientSink(), halves)
     with halves.of((0, 0)):
         assert gradients(layer, layer, x)[2:] == [None] * 3
     halves.run((0, 0))

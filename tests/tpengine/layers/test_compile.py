@@ -17,7 +17,7 @@ from tpkernels.exchange.communicator import Communicator
 
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import ModelConfig
-from tpengine.layers.gradient_sink import BufferSink, ParamGradSink
+from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.linear.bias import add_cut_bias
 from tpengine.layers.linear.column import ColumnParallelLinear
 from tpengine.layers.linear.row import RowParallelLinear
@@ -27,7 +27,7 @@ from tpengine.model.parts import FastParts
 SEQ, TOKENS = 16, 32
 
 
-def part_of(name: str, comm: Communicator, sink: BufferSink | None = None) -> nn.Module:
+def part_of(name: str, comm: Communicator, sink: GradientSink | None = None) -> nn.Module:
     torch.manual_seed(comm.rank)
     model = ModelConfig(hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=4, ffn_size=48)
     architecture = architecture_of(model)
@@ -64,7 +64,7 @@ def check_shared_biases() -> None:
     bias = nn.Parameter(torch.zeros(4))
 
     def added(x: Tensor) -> Tensor:
-        return add_cut_bias(x * 2, [(bias, tp)], ParamGradSink())
+        return add_cut_bias(x * 2, [(bias, tp)], GradientSink())
 
     for run in (added, torch.compile(added, backend="eager")):
         bias.grad = None
@@ -80,7 +80,7 @@ def test_shared_biases_are_summed_under_the_compiler(ranks: RankPool) -> None:
 
 def check_sinks_are_kept(name: str) -> None:
     """The engine's own sink is not traced: its buffers get the gradients, and .grad stays empty."""
-    comm, sink = Communicator(dist.group.WORLD, arena_bytes=1 << 20), BufferSink()
+    comm, sink = Communicator(dist.group.WORLD, arena_bytes=1 << 20), GradientSink()
     part = part_of(name, comm, sink)
     buffers = {p: torch.zeros_like(p) for p in part.parameters()}
     sink.attach({p: (buffer, 0) for p, buffer in buffers.items()}, SimpleNamespace(contributed=lambda _: None))
@@ -130,7 +130,7 @@ def test_a_linear_layer_is_one_graph(kind: type[ColumnParallelLinear | RowParall
 @pytest.mark.slow
 def test_a_row_layers_bias_outside_autograd_still_gets_its_gradient() -> None:
     """One rank sums nothing; the gradient is the sink's all the same."""
-    sink = BufferSink()
+    sink = GradientSink()
     layer = RowParallelLinear(32, 8, Communicator(None), bias=True, sink=sink)
     buffers = {parameter: torch.zeros_like(parameter) for parameter in layer.parameters()}
     sink.attach({p: (buffer, 0) for p, buffer in buffers.items()}, SimpleNamespace(contributed=lambda _: None))

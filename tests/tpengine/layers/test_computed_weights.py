@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import Attention, ColumnParallelLinear, RMSNorm, RowParallelLinear, SwiGLU, VocabParallelEmbedding
-from tpengine.layers.gradient_sink import BufferSink, DeferringSink, ParamGradSink, WeightHalves
+from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
 from tpengine.layers.linear.bias import LearnedPositions
 from tpengine.layers.mlp import FeedForward
 from tpengine.layers.norm import LayerNorm
@@ -272,14 +272,14 @@ def hooked(part: nn.Module, weight: str) -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_a_sink_past_autograd_would_lose_is_refused(name: str) -> None:
-    buffers = BufferSink()
+    buffers = GradientSink()
     buffers.attach({}, SimpleNamespace(contributed=lambda _: None))
     for sink in (buffers, DeferringSink(buffers, WeightHalves())):
         for change, word in ((parametrized_one, "is computed"), (hooked, "has hooks")):
             for message in refusals(name, sink, change):
                 assert "\n" not in message and word in message and "train the layer with its default sink" in message
     for change, word in ((parametrized_one, "is computed"), (hooked, "has hooks")):
-        for message in refusals(name, DeferringSink(ParamGradSink(), WeightHalves()), change):
+        for message in refusals(name, DeferringSink(GradientSink(), WeightHalves()), change):
             assert word in message and "use schedule 1f1b or interleaved" in message
 
 
@@ -287,7 +287,7 @@ def test_a_weight_half_calls_the_hooks_that_follow_an_accumulation() -> None:
     """When the gradient is there; autograd calls them at the end of the input half too."""
     halves = WeightHalves()
     for name in LAYERS:
-        model, x = made(name, Communicator(None), DeferringSink(ParamGradSink(), halves))
+        model, x = made(name, Communicator(None), DeferringSink(GradientSink(), halves))
         want = plain_gradients(model, x)
         seen: dict[Tensor, Tensor | None] = {}
         for parameter in model.parameters():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import RMSNorm, SwiGLU
-from tpengine.layers.gradient_sink import BufferSink, DeferringSink, ParamGradSink, WeightHalves
+from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
 
 D, FFN, T, STEPS, DECAY = 12, 24, 8, 3, 0.75
 
@@ -87,16 +87,15 @@ def test_a_copys_gradients_are_its_own() -> None:
     """The original's gradients go to its sink; buffers, buckets and prepared weights are not copied."""
     comm, told = Communicator(None), []
     halves = WeightHalves()
-    for sink in (BufferSink(), DeferringSink(BufferSink(), halves)):
+    for sink in (GradientSink(), DeferringSink(GradientSink(), halves)):
         layer = SwiGLU(D, FFN, comm, sink=sink)
         layer.prepare(T)
-        inner = sink if isinstance(sink, BufferSink) else sink.inner
-        assert isinstance(inner, BufferSink)
+        inner = sink.inner if isinstance(sink, DeferringSink) else sink
         inner.attach(
             {p: (torch.zeros_like(p), 0) for p in layer.parameters()}, SimpleNamespace(contributed=told.append)
         )
         copied = copy.deepcopy(layer)
-        assert isinstance(copied.gate_proj.sink, ParamGradSink) and copied._gate_up._prepared is None
+        assert copied.gate_proj.sink.is_autograds and copied._gate_up._prepared is None
         x = torch.randn(T, D)
         torch.testing.assert_close(copied(x), layer(x))
         copied(x).sum().backward()

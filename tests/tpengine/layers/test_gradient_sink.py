@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import SwiGLU, gradient_sink
-from tpengine.layers.gradient_sink import BufferSink, DeferringSink, WeightHalves, WeightTerm
+from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves, WeightTerm
 
 ROWS = {"q": 4, "k": 2, "v": 2}
 T, D = 5, 3
@@ -23,7 +23,7 @@ class Packed:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.weights = {name: Parameter(torch.zeros(rows, D, dtype=torch.float64)) for name, rows in ROWS.items()}
         self.matrix = torch.zeros(sum(ROWS.values()), D, dtype=torch.float64)
-        self.sink, self.counted, self.products = BufferSink(), [], []
+        self.sink, self.counted, self.products = GradientSink(), [], []
         rows = self.matrix.split(list(ROWS.values()))
         places = {weight: (row, 7) for weight, row in zip(self.weights.values(), rows, strict=True)}
         buckets = SimpleNamespace(contributed=self.counted.append)
@@ -87,7 +87,7 @@ def test_otherwise_each_is_a_product_of_its_own(order: str, gap: int, monkeypatc
 
 def test_a_layer_with_hooks_is_called_alone_and_its_gradient_still_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook on one of the layers that share a product: each is called by itself, and adds to its rows."""
-    sink, found = BufferSink(), []
+    sink, found = GradientSink(), []
     mlp = SwiGLU(D, 4, Communicator(None), sink=sink, dtype=torch.float64)
     matrix, down = torch.zeros(8, D, dtype=torch.float64), torch.zeros(D, 4, dtype=torch.float64)
     gate, up = mlp.gate_proj.weight, mlp.up_proj.weight

@@ -15,12 +15,12 @@ from torch.nn import Parameter
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import Attention, RMSNorm, SwiGLU
-from tpengine.layers.gradient_sink import BufferSink, DeferringSink, ParamGradSink, WeightHalves
+from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
 
 
 def test_nothing_is_added_before_the_weight_half_and_all_of_it_in_order() -> None:
     weight, log = Parameter(torch.zeros(2, 3, dtype=torch.float64)), []
-    inner, halves = BufferSink(), WeightHalves()
+    inner, halves = GradientSink(), WeightHalves()
     buffer = torch.zeros(2, 3, dtype=torch.float64)
     inner.attach({weight: (buffer, 0)}, SimpleNamespace(contributed=lambda _: log.append(buffer.clone())))
     sink = DeferringSink(inner, halves)
@@ -42,7 +42,7 @@ def test_what_a_contribution_multiplied_is_free_when_it_has_been_added() -> None
     halves, alive = WeightHalves(), []
     weight = Parameter(torch.zeros(1, 1))
 
-    class Watching(ParamGradSink):
+    class Watching(GradientSink):
         def weight_grad(self, param: Parameter, x: Tensor, dy: Tensor, partial: Communicator | None = None) -> None:
             gc.collect()
             alive.append([watched() is not None for watched in inputs])
@@ -70,7 +70,7 @@ def gradients(split: bool, gathers_again: bool) -> tuple[dict[str, Tensor], Tens
     """Run norm, attention and feed-forward, backward in one or in two halves; the number of gathers in W."""
     comm = Communicator(dist.group.WORLD)
     halves = WeightHalves()
-    sink = DeferringSink(ParamGradSink(), halves)
+    sink = DeferringSink(GradientSink(), halves)
     torch.manual_seed(3)
     options: dict[str, object] = dict(sink=sink, dtype=torch.float64)
     layers = torch.nn.ModuleDict(

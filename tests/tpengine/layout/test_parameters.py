@@ -146,13 +146,13 @@ def test_counts_of_a_model_known_by_hand() -> None:
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
-        ("input_layernorm.weight", "dp_tp"),
-        ("self_attn.q_proj.weight", "dp"),
-        ("self_attn.k_proj.weight", "dp_replica"),
-        ("mlp.down_proj.weight", "dp"),
+        ("input_layernorm.weight", ("dp", "tp")),
+        ("self_attn.q_proj.weight", ("dp",)),
+        ("self_attn.k_proj.weight", ("dp", "replica")),
+        ("mlp.down_proj.weight", ("dp",)),
     ],
 )
-def test_axes_over_which_gradients_are_partial(name: str, axes: str) -> None:
+def test_axes_over_which_gradients_are_partial(name: str, axes: tuple[str, ...]) -> None:
     specs = {spec.name: spec for spec in layer_specs(ModelConfig(num_kv_heads=2), 4, 3)}
     assert specs[f"layers.3.{name}"].reduce_over == axes
 

@@ -58,7 +58,7 @@ def test_only_buckets_with_several_holders_are_reduced() -> None:
             partial = {
                 index
                 for index, bucket in layout.buckets_of(stage).items()
-                if dp > 1 or (tp > 1 and bucket.reduce_over in ("dp_tp", "dp_replica"))
+                if dp > 1 or (tp > 1 and bucket.reduce_over != ("dp",))
             }
             started = [
                 sub.index

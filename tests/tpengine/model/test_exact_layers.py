@@ -35,7 +35,7 @@ from tpkernels.launch import accumulation_dtype
 from tpengine.architectures.describe import Attention, FeedForward
 from tpengine.layers.attention import Rotation, Scores, attend
 from tpengine.layers.dropout import Dropout, Position
-from tpengine.layers.gradient_sink import BufferSink
+from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.mlp import activated
 from tpengine.model.parts import ExactParts, FastParts
 
@@ -73,7 +73,7 @@ def computed(name: str, num_shards: int, dtype: torch.dtype, layout: str = "cont
     """y and dx, whole; of each weight the shards' gradients, one after the other."""
     case, shards, lay_out = CASES[name], world(num_shards), LAYOUTS[layout]
     comm = shards.comm
-    sinks = [BufferSink() for _ in shards.held]
+    sinks = [GradientSink() for _ in shards.held]
     layer = case.build(ExactParts(case.model, shards, sinks=sinks, head_sinks=sinks, dtype=dtype))
     x, weights, dy = case.tensors(dtype)
     load(layer, case, weights, shards)

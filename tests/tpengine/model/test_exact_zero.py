@@ -35,7 +35,7 @@ from tpengine.checkpoint.run.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.data_parallel.owned_weights import OwnedWeights
+from tpengine.data_parallel.weight_buckets import WeightBuckets
 from tpengine.layers import PackedWeights
 from tpengine.training.state.state_check import check_finite
 from tpengine.training.state.training_state import blocks_of
@@ -122,7 +122,7 @@ def train_moved(config: Config, asserts: bool) -> Found:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PackedWeights, "_packed", packed_as_they_lie)
         if not asserts:
-            patch.setattr(OwnedWeights, "check", lambda self, names: None)
+            patch.setattr(WeightBuckets, "check_owned", lambda self, index: None)
         return train(config)
 
 

@@ -1,13 +1,13 @@
 """On each rank: a trainer, and digests of what it computes while it runs.
 
 Nothing here takes part in training. Outputs and gradients are hashed where they appear: in module and tensor hooks,
-around the handlers of the plan's actions, and where ExactGradients ends a block.
+around the handlers of the plan's actions, and where GradientBuckets end a block.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from tpkernels.launch import accumulation_dtype
 from tpengine.commands.certify.evidence import GRADIENT, OPTIMIZER, WEIGHT, Observation, Phase, Place
 from tpengine.config import Config, num_blocks
 from tpengine.data import open_corpus
-from tpengine.data_parallel.gradients import ExactGradients, StepGradients
 from tpengine.layout.parameters import EMBEDDING, HEAD, Piece, leaf_parts
 from tpengine.model.block import Block
 from tpengine.pipeline.executor import Handler
@@ -45,10 +44,9 @@ class Witness:
         self._step = 0
         self._block_length = config.train.num_micro_batches * (config.parallel.dp or 1) // num_blocks(config)
         self._observations: list[Observation] = []
-        gradients = self.trainer.gradients
-        assert isinstance(gradients, ExactGradients), "fast mode has no bits to certify"
-        gradients.on_block_end = self._see_block
-        self.trainer.gradients = _Watched(gradients, self._see_sums)
+        assert self.trainer.buckets.blocks is not None, "fast mode has no bits to certify"
+        self._watch_blocks()
+        _after_sums(self.trainer, self._see_sums)
         self.trainer.executor.handlers = {**self.trainer.executor.handlers, **self._watched_handlers()}
         self._watch_modules()
 
@@ -132,6 +130,17 @@ class Witness:
 
         return {Kind.F: forward, Kind.CLIP: clip, Kind.STEP: step}
 
+    def _watch_blocks(self) -> None:
+        """See each bucket when it holds the sum of a block of micro-batches."""
+        buckets = self.trainer.buckets
+        end_block = buckets.end_block
+
+        def seen(index: int) -> None:
+            self._see_block(buckets[index].views)
+            end_block(index)
+
+        buckets.end_block = seen  # type: ignore[method-assign]
+
     def _see_block(self, gradients: Mapping[str, Tensor]) -> None:
         held = self.trainer.model.parts.held
         for leaf, gradient in gradients.items():
@@ -189,24 +198,6 @@ class Witness:
         return (layers_above + 1) * _PLACES + _BACKWARD.index(within + parameter)
 
 
-class _Watched:
-    """A trainer's gradients, which reports when all their sums are complete.
-
-    Attributes:
-        inner: the trainer's own.
-    """
-
-    def __init__(self, gradients: StepGradients, see: Any) -> None:
-        self.inner, self._see = gradients, see
-        self.buckets, self.of, self.summed = gradients.buckets, gradients.of, gradients.summed
-        self.begin, self.after_backward = gradients.begin, gradients.after_backward
-
-    def finish(self) -> None:
-        """See StepGradients.finish."""
-        self.inner.finish()
-        self._see()
-
-
 @dataclass(frozen=True)
 class Values:
     """A block of a global tensor, in float64.
@@ -239,7 +230,7 @@ class Gradients:
             for parameter in self.trainer.model.held.values():
                 # Rounded twice, as a weight is whose master has a wider dtype.
                 parameter.copy_(parameter.to(accumulation_dtype(dtype)).to(dtype))
-        self.trainer.gradients = _Watched(self.trainer.gradients, self._keep)
+        _after_sums(self.trainer, self._keep)
         self._kept: list[Values] = []
 
     def step(self, step: int) -> list[Values]:
@@ -255,6 +246,17 @@ class Gradients:
         for name, piece in self.trainer.model.pieces.items():
             values = whole(self.trainer, name, self.trainer.gradients.of.get(name)).double().numpy().copy()
             self._kept.append(Values(piece.spec.name, piece.block[0], piece.spec.shape, values))
+
+
+def _after_sums(trainer: Trainer, see: Callable[[], None]) -> None:
+    """Have a trainer call `see` when all sums of its gradients are complete."""
+    finish = trainer.gradients.finish
+
+    def finished() -> None:
+        finish()
+        see()
+
+    trainer.gradients.finish = finished  # type: ignore[method-assign]
 
 
 def whole(trainer: Trainer, name: str, tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from tpkernels.exchange.communicator import Communicator
 from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.embedding import add_rows_
 
-from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, check_reaches, total_of
+from tpengine.layers.gradient_sink import GradientSink, check_reaches, total_of
 from tpengine.layers.placement import Placement, whole
 from tpengine.layers.rows.cache import Rows, length_of
 
@@ -67,7 +67,7 @@ def add_cut_bias(y: Tensor, biases: Biases, sink: GradientSink) -> Tensor:
     row = torch.cat(tensors)
     # Autograd, which the compiler leaves the gradients to, sums none over ranks.
     is_alone = all(ranks is None for _, ranks in biases)
-    if torch.compiler.is_compiling() and isinstance(sink, ParamGradSink) and is_alone:
+    if torch.compiler.is_compiling() and sink.is_autograds and is_alone:
         return y + row.to(y.dtype)
     if not is_recorded():
         return y.add_(row)
@@ -155,7 +155,7 @@ class LearnedPositions(nn.Module):
     ) -> None:
         super().__init__()
         self.comm = comm
-        self.sink: GradientSink = sink or ParamGradSink()
+        self.sink: GradientSink = sink or GradientSink()
         self.weight = Parameter(torch.empty(num_positions, hidden_size, dtype=dtype, device=device))
         nn.init.normal_(self.weight, std=0.02)
         if not self.weight.is_meta:

@@ -31,7 +31,7 @@ from tpkernels.ops.matmul.configs import MatmulConfig
 from tpkernels.ops.matmul.swiglu import matmul_gated_forward
 from tpkernels.ops.matmul.tuned import tuned_gate
 
-from tpengine.layers.gradient_sink import Gradients, GradientSink, ParamGradSink, WeightTerm, check_reaches
+from tpengine.layers.gradient_sink import Gradients, GradientSink, WeightTerm, check_reaches
 from tpengine.layers.linear.bias import add_cut_bias
 from tpengine.layers.linear.weights import PreparedWeight, as_one_matrix, lies_at, version_of
 from tpengine.layers.placement import Placement, check_divides, cut
@@ -89,7 +89,7 @@ class ColumnParallelLinear(nn.Module):
         self.place: Tensor | None = None
         self._packing: weakref.ref[PackedWeights] | None = None
         self._prepared: PreparedWeight | None = None
-        self.sink: GradientSink = sink or ParamGradSink()
+        self.sink: GradientSink = sink or GradientSink()
         self.weight = Parameter(torch.empty(rows, in_features, dtype=dtype, device=device))
         self.bias = Parameter(torch.zeros(rows, dtype=dtype, device=device)) if bias else None
         nn.init.normal_(self.weight, std=in_features**-0.5)
@@ -429,11 +429,11 @@ def _versions_of(packed: Tensor, weights: Sequence[Tensor]) -> list[int | None] 
 def is_traceable(sink: GradientSink, comm: Communicator) -> bool:
     """Return whether torch.compile is tracing and a registered operator can replace a layer's Function.
 
-    The operators give weight gradients to autograd, as ParamGradSink does.
+    The operators give weight gradients to autograd, as its sink would.
     """
     return (
         torch.compiler.is_compiling()
-        and isinstance(sink, ParamGradSink)
+        and sink.is_autograds
         # Not a shard's layer (model/exact.py): operators find a communicator by name, and a ShardCommunicator has none.
         and (comm.size == 1 or comm.group is not None)
     )

@@ -18,7 +18,7 @@ from tpkernels.fused.gather import gather_matmul
 from tpkernels.fused.matmul_reduce_scatter import matmul_problem, matmul_reduce_scatter
 from tpkernels.fused.scatter import matmul_scatter
 
-from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, WeightTerm, check_reaches
+from tpengine.layers.gradient_sink import GradientSink, WeightTerm, check_reaches
 from tpengine.layers.linear.bias import add_whole_bias
 from tpengine.layers.linear.column import is_traceable
 from tpengine.layers.linear.weights import PreparedWeight
@@ -62,7 +62,7 @@ class RowParallelLinear(nn.Module):
         columns = check_divides("row-parallel in_features", in_features, comm.size)
         self.comm, self.gathers_again = comm, gathers_again
         self._prepared: PreparedWeight | None = None
-        self.sink: GradientSink = sink or ParamGradSink()
+        self.sink: GradientSink = sink or GradientSink()
         self.weight = Parameter(torch.empty(out_features, columns, dtype=dtype, device=device))
         self.bias = Parameter(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         # Not by a layer of one shard: who adds the shards' outputs adds the bias to their sum.
@@ -83,7 +83,7 @@ class RowParallelLinear(nn.Module):
         bias = self.bias
         assert bias is not None
         # Autograd, which the compiler leaves the gradient to, sums none over ranks, and gives none to another sink.
-        are_autograds = all(isinstance(sink, ParamGradSink) for sink in sinks)
+        are_autograds = all(sink.is_autograds for sink in sinks)
         if torch.compiler.is_compiling() and are_autograds and self.comm.size == 1:
             return y + bias.to(y.dtype)
         return add_whole_bias(y, bias, self.comm, sinks)

@@ -12,7 +12,7 @@ from tpkernels.derivatives import refuse_second_order
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.embedding import check_rows_and_table, embedding_forward
 
-from tpengine.layers.gradient_sink import GradientSink, ParamGradSink, check_reaches
+from tpengine.layers.gradient_sink import GradientSink, check_reaches
 from tpengine.layers.placement import Placement, check_tokens, cut
 from tpengine.layers.vocabulary.loss import check_range
 
@@ -78,7 +78,7 @@ class VocabParallelEmbedding(nn.Module):
                 f"the vocabulary must be divisible by tp: {num_embeddings} rows, tp {comm.size}: pad to {up}"
             )
         self.comm = comm
-        self.sink: GradientSink = sink or ParamGradSink()
+        self.sink: GradientSink = sink or GradientSink()
         self.weight = Parameter(torch.empty(num_embeddings // comm.size, embedding_dim, dtype=dtype, device=device))
         nn.init.normal_(self.weight, std=0.02)
 

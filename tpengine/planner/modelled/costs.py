@@ -233,7 +233,7 @@ class StepCosts:
 
         On a CPU a slice that is a tensor of its own is read twice: for the other replicas, and into the buffer, where a
         slice of fast mode's weights that stay lies already (tpkernels/exchange/background.py). Exact mode gathers
-        blocks of rows in another order, and then puts them into their places (data_parallel/exact_slices.py).
+        blocks of rows in another order, and then puts them into their places (data_parallel/bucket.py).
         """
         layout, is_exact = self.layout, self.config.train.reduction == "exact"
         has_slices_apart = is_exact or bucket.weights is Weights.SLICED

@@ -96,11 +96,11 @@ def _of_started(trainer: Trainer, started: Action) -> dict[str, list[int]]:
     if started.kind in TRANSFERS:
         pipeline = mesh.shape.pipeline_ranks(dist.get_rank())
         return {"pp": [pipeline[trainer.plan.chunks[peer_chunk(started)].rank]]}
-    if started.kind is Kind.GATHER or (started.kind is Kind.REDUCE and trainer.sliced is not None):
+    if started.kind is Kind.GATHER:
         return {"dp": _members(mesh.dp)}
     if started.kind is Kind.REDUCE and started.index is not None:
-        axis = trainer.layout.buckets[started.index].layout.reduce_over
-        return {axis: _members({"dp": mesh.dp, "dp_tp": mesh.dp_tp, "dp_replica": mesh.dp_replica}[axis])}
+        axes = "_".join(trainer.buckets[started.index].axes)
+        return {axes: _members(getattr(mesh, axes))}
     return {}
 
 

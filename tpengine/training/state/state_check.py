@@ -107,7 +107,7 @@ def _check_what_forward_reads(trainer: Trainer, num_steps: int) -> None:
     if trainer.sliced is None:
         return
     places = _Places(trainer)
-    wrong = trainer.sliced.owned.moved()
+    wrong = trainer.sliced.moved()
     for name, weight in trainer.weights.items():
         master = trainer.optimizer.masters[name]
         if master is not weight and not _same_bits(weight.detach(), master.detach().to(weight.dtype)):

@@ -118,7 +118,7 @@ def two_chunks_added_in_the_other_order(trainer: Trainer) -> None:
 
 
 def blocks_added_one_after_the_other(trainer: Trainer) -> None:
-    blocks: Any = trainer.gradients.inner.blocks  # type: ignore[attr-defined]
+    blocks: Any = trainer.buckets.blocks
     sums = {index: torch.zeros_like(flat) for index, flat in trainer.buckets.flat.items()}
 
     def end_block(index: int) -> None:
@@ -131,14 +131,14 @@ def blocks_added_one_after_the_other(trainer: Trainer) -> None:
 
 def one_shards_part_of_a_norm_lost(trainer: Trainer) -> None:
     if on_rank(0):
-        inner: Any = trainer.gradients.inner  # type: ignore[attr-defined]
-        finish = inner.finish
+        gradients: Any = trainer.gradients
+        finish = gradients.finish
 
         def without() -> None:
             trainer.buckets.gradients["layers.1.post_attention_layernorm.weight#2"].zero_()
             finish()
 
-        inner.finish = without
+        gradients.finish = without
 
 
 def after(trainer: Trainer, kind: Kind, change: Callable[[], object]) -> None:
@@ -165,14 +165,14 @@ def one_moment_off_by_one_bit(trainer: Trainer) -> None:
 def one_rank_does_not_clip(trainer: Trainer) -> None:
     if on_rank(1):
         before: dict[str, Tensor] = {}
-        inner: Any = trainer.gradients.inner  # type: ignore[attr-defined]
-        finish = inner.finish
+        gradients: Any = trainer.gradients
+        finish = gradients.finish
 
         def keep() -> None:
             finish()
             before.update({name: g.clone() for name, g in trainer.gradients.of.items()})
 
-        inner.finish = keep
+        gradients.finish = keep
         after(trainer, Kind.CLIP, lambda: [trainer.gradients.of[name].copy_(g) for name, g in before.items()])
 
 

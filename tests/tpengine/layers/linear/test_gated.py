@@ -17,7 +17,7 @@ from tpkernels.ops.matmul.tuned import TunedGate
 from tpengine.layers import FeedForward
 from tpengine.layers.collectives import ShardCommunicator
 from tpengine.layers.dropout import Dropout, Position
-from tpengine.layers.gradient_sink import DeferringSink, ParamGradSink, WeightHalves
+from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
 from tpengine.layers.linear import column
 
 D, F, T = 6, 10, 8
@@ -81,7 +81,7 @@ def test_the_epilogues_way_computes_the_same(fused: list[Any], options: dict[str
 
 def test_a_weight_half_may_run_later(fused: list[Any]) -> None:
     halves = WeightHalves()
-    made = network(sink=DeferringSink(ParamGradSink(), halves))
+    made = network(sink=DeferringSink(GradientSink(), halves))
     with halves.of((0, 0)):
         numbers(made)
     assert fused and made.gate_proj.weight.grad is None

@@ -163,7 +163,7 @@ def test_replicas_are_in_the_reductions() -> None:
         config = config_of(dp=dp, tp=2)
         layout = layout_of(config)
         costs = costs_of(config)
-        norms = [index for index, bucket in layout.buckets.items() if bucket.layout.reduce_over == "dp_tp"]
+        norms = [index for index, bucket in layout.buckets.items() if bucket.layout.reduce_over == ("dp", "tp")]
         assert norms and set(norms) <= costs.reductions.keys()
         for index, seconds in costs.reductions.items():
             num_ranks = dp * (2 if index in norms else 1)

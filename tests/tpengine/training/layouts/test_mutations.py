@@ -66,7 +66,7 @@ def norms_not_summed_over_tp(trainer: Trainer) -> None:
     layouts = trainer.layout.buckets_of(trainer.mesh.at.pp)
     dp = trainer.comms.dp
     trainer.buckets.reduce = lambda i: (  # type: ignore[method-assign]
-        dp.start_all_reduce(trainer.buckets.flat[i]) if layouts[i].reduce_over == "dp_tp" else reduce(i)
+        dp.start_all_reduce(trainer.buckets.flat[i]) if layouts[i].reduce_over == ("dp", "tp") else reduce(i)
     )
 
 
@@ -75,7 +75,7 @@ def replicated_kv_not_summed(trainer: Trainer) -> None:
     layouts = trainer.layout.buckets_of(trainer.mesh.at.pp)
     dp = trainer.comms.dp
     trainer.buckets.reduce = lambda i: (  # type: ignore[method-assign]
-        dp.start_all_reduce(trainer.buckets.flat[i]) if layouts[i].reduce_over == "dp_replica" else reduce(i)
+        dp.start_all_reduce(trainer.buckets.flat[i]) if layouts[i].reduce_over == ("dp", "replica") else reduce(i)
     )
 
 

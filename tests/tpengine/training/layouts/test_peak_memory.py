@@ -23,7 +23,7 @@ from benchmarks.harness.allocations import Allocations
 from tpengine.config import Config, validate
 from tpengine.config.settings import ModelDetails
 from tpengine.data import open_corpus
-from tpengine.data_parallel.sliced_buckets import SlicedBuckets
+from tpengine.data_parallel import GradientBuckets
 from tpengine.planner.modelled import held
 from tpengine.planner.modelled.memory import memory_of
 from tpengine.training.trainer import Trainer
@@ -43,15 +43,15 @@ def peaks(config: Config) -> tuple[int, int]:
 
 def peaks_with_a_double(config: Config) -> tuple[int, int]:
     """The same where every whole gradient buffer leaves a copy behind until its sum is there."""
-    arm, doubles = SlicedBuckets.arm, []
+    arm, doubles = GradientBuckets.arm, []
 
-    def armed(buckets: SlicedBuckets, order: Any, on_start: Any = None) -> None:
+    def armed(buckets: GradientBuckets, order: Any, on_start: Any = None) -> None:
         doubles.clear()
         arm(buckets, order, on_start)
         doubles.extend(buckets.flat[index].clone() for index in order)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SlicedBuckets, "arm", armed)
+        patch.setattr(GradientBuckets, "arm", armed)
         return peaks(config)
 
 

@@ -19,25 +19,18 @@ from torch import Tensor
 from tpkernels.exchange.pending import Work
 
 from tpengine.data import open_corpus
-from tpengine.data_parallel.exact_slices import PackedWeights
-from tpengine.data_parallel.sliced_buckets import SlicedBuckets
 from tpengine.training.trainer import Trainer
-
-
-def buckets_of(trainer: Trainer) -> SlicedBuckets:
-    assert isinstance(trainer.buckets, SlicedBuckets)
-    return trainer.buckets
 
 
 def around_wait(trainer: Trainer, change: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Make the slice of a bucket something else, of what it was before a sum and is after it."""
-    buckets = buckets_of(trainer)
+    buckets = trainer.buckets
     wait = buckets.wait
 
     def changed(index: int) -> Work:
-        before = buckets.slices[index].clone()
+        before = buckets[index].own.clone()
         work = wait(index)
-        buckets.slices[index].copy_(change(before, buckets.slices[index].clone()))
+        buckets[index].own.copy_(change(before, buckets[index].own.clone()))
         return work
 
     buckets.wait = changed  # type: ignore[method-assign]
@@ -85,7 +78,6 @@ def last_steps_weights_are_used(trainer: Trainer) -> None:
         weights.own[index].copy_(new)
         old[index] = new
 
-    assert not isinstance(weights, PackedWeights)
     weights.gather = late  # type: ignore[method-assign]
 
 

@@ -24,7 +24,7 @@ from tpengine.checkpoint.run.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.data_parallel.sliced_buckets import SlicedBuckets
+from tpengine.data_parallel.bucket import Bucket
 from tpengine.layout.parameters import stage_specs
 from tpengine.layout.state_bytes import StateBytes, num_weights, state_bytes
 from tpengine.layout.step_plan import layout_of
@@ -107,17 +107,19 @@ def test_state_is_the_formulas_to_the_byte(ranks: RankPool, zero: int, dp: int, 
 def held_at_the_beginning(config: Config) -> tuple[int, int]:
     """Return the elements of a new trainer's largest gradient buffer, and all bytes of its state.
 
-    Gradient buffers have existed one after the other, and no packed copy of weights is left.
+    Gradient buffers, and those of weights, have existed one after the other, and no packed copy of weights is left.
     """
+    made: list[Bucket] = []
     buffers: list[int] = []
-    made = SlicedBuckets.made
+    free = Bucket.free
 
-    def watched(buckets: SlicedBuckets, index: int) -> None:
-        buffers.append(sum(flat.untyped_storage().nbytes() for flat in buckets.flat.values()))
-        made(buckets, index)
+    def watched(bucket: Bucket) -> None:
+        made.append(bucket)
+        buffers.append(sum(bucket.flat.untyped_storage().nbytes() for bucket in made))
+        free(bucket)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SlicedBuckets, "made", watched)
+        patch.setattr(Bucket, "free", watched)
         for module in ("tpkernels.symmetric.memory", "tpengine.distributed.process"):
             patch.setattr(f"{module}.host_identity", dist.get_rank)
         trainer = Trainer(config, open_corpus(config), CPU)
