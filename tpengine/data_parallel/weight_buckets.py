@@ -6,7 +6,7 @@ Parameters are views of the buckets. The optimizer updates slices. At stages 1 a
 always whole, and a gather brings the other replicas' new values. At stage 3 (Weights.SLICED) it is transient: it has
 memory from a gather to the `free` that follows. The plan says when (plan/lower/residency).
 
-Buckets own the memory of the weights in them (layers/linear/memory.py). A parameter that lies elsewhere would be
+Buckets own the memory of the weights in them (layers/linear/weights.py). A parameter that lies elsewhere would be
 trained by nobody: what is gathered and updated in the buckets would no longer reach the model.
 """
 

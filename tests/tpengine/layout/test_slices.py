@@ -15,7 +15,7 @@ NUMELS = st.lists(st.integers(1, 200), min_size=1, max_size=6)
 
 @given(NUMELS, st.integers(1, 9))
 def test_each_element_of_a_tensor_is_owned_once(numels: list[int], num_slices: int) -> None:
-    layout = BucketLayout("dp", tuple(f"w{i}" for i in range(len(numels))), tuple(numels))
+    layout = BucketLayout(("dp",), tuple(f"w{i}" for i in range(len(numels))), tuple(numels))
     size = slice_numel(layout, num_slices)
     flat = [(name, i) for name, numel in zip(layout.names, numels, strict=True) for i in range(numel)]
     found: list[tuple[str, int]] = []
@@ -30,7 +30,7 @@ def test_each_element_of_a_tensor_is_owned_once(numels: list[int], num_slices: i
 
 @given(NUMELS, st.integers(1, 9))
 def test_slices_begin_at_cache_lines_and_no_line_is_lost(numels: list[int], num_slices: int) -> None:
-    layout = BucketLayout("dp", tuple(f"w{i}" for i in range(len(numels))), tuple(numels))
+    layout = BucketLayout(("dp",), tuple(f"w{i}" for i in range(len(numels))), tuple(numels))
     size, line = slice_numel(layout, num_slices), ALIGNMENT_BYTES // 4
     assert size % line == 0
     assert layout.numel <= num_slices * size < layout.numel + num_slices * line

@@ -24,7 +24,7 @@ from tpengine.config import Config, validate
 from tpengine.config.settings import ModelDetails
 from tpengine.data import open_corpus
 from tpengine.data_parallel import GradientBuckets
-from tpengine.planner.modelled import held
+from tpengine.planner.modelled import caches
 from tpengine.planner.modelled.memory import memory_of
 from tpengine.training.trainer import Trainer
 
@@ -167,7 +167,7 @@ def test_weights_that_are_copied_for_matmuls_are_counted(
 
 
 def test_the_same_matrices_are_copied() -> None:
-    assert held.FEWEST_MULTIPLICATIONS == host.FEWEST_MULTIPLICATIONS
+    assert caches.FEWEST_MULTIPLICATIONS == host.FEWEST_MULTIPLICATIONS
 
 
 @pytest.mark.slow
