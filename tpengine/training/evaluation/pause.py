@@ -61,8 +61,8 @@ class Pause:
     def leave(self, num_steps: int, stop_signal: int, held_out: float | None) -> NoReturn:
         """Save, and leave, when nothing is shown or recorded any more."""
 
-        def note(parting: str) -> None:
-            self.watch.parting = parting
+        def note(last_checkpoint: str) -> None:
+            self.watch.activity.last_checkpoint = last_checkpoint
 
         message = self.checkpoints.save_and_say(num_steps, stop_signal, held_out, self.watch.seconds_left, note)
         if self.writer is not None:

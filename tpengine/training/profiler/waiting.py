@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from tpengine.last_words import LastWords
-from tpengine.observe.activity import Doing
+from tpengine.observe.activity import Doing, OtherRanks
 from tpengine.plan import Action, Kind
 from tpengine.plan.actions import COMPUTE, TRANSFERS, peer_chunk
 from tpengine.training.profiler.peers import Peers
@@ -18,54 +18,74 @@ from tpengine.training.step_batch import READING
 from tpengine.training.trainer import Trainer
 
 
-def explain(trainer: Trainer, peers: Peers, what: object) -> str:
-    """Return which ranks this rank waits for, and which of them are gone, as the end of a sentence.
+class AwaitedRanks(OtherRanks):
+    """The ranks of a run, as the plan lets this one wait for them.
 
     Args:
-        what: the current action of a plan; or a text for work between plans, in which all ranks meet.
-
-    Returns:
-        For example ", waiting for rank 3 (pp); rank 3 is gone"; in a computation without peers ", waiting for nobody".
+        trainer: has the plan and the mesh.
+        peers: the processes of all ranks.
+        run_dir: the directory that takes a rank's last words; None where this host does not see it.
     """
-    by_axis = awaited(trainer, what)
-    if not by_axis:
-        return ", waiting for nobody"
-    axes_of: dict[tuple[int, ...], list[str]] = {}
-    for axis, ranks in by_axis.items():
-        axes_of.setdefault(tuple(ranks), []).append(axis)
-    parts = [f"{_ranks(ranks)} ({', '.join(axes)})" for ranks, axes in axes_of.items()]
-    gone = peers.gone(sorted({rank for ranks in by_axis.values() for rank in ranks}))
-    ending = f"; {_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else ""
-    return f", waiting for {' and '.join(parts)}{ending}"
 
+    def __init__(self, trainer: Trainer, peers: Peers, run_dir: Path | None) -> None:
+        self._trainer, self._peers, self._run_dir = trainer, peers, run_dir
 
-def keep_last_words(
-    trainer: Trainer, peers: Peers, run_dir: Path, reason: str, doing: Doing, polls_no_peer: bool
-) -> None:
-    """Write to the run's directory why this rank leaves, what it does, and which ranks it waits for.
+    def waits(self, what: object) -> bool:
+        """See OtherRanks."""
+        return bool(awaited(self._trainer, what))
 
-    Args:
-        polls_no_peer: whether it is known not to wait for a peer's memory. Then a rank whose tensor-parallel ranks
-            exchange through memory, and that computes, waits for none of them.
+    def explain(self, what: object) -> str:
+        """Return which ranks this rank waits for, and which of them are gone, as the end of a sentence.
 
-    Raises:
-        OSError: they cannot be written.
-    """
-    by_axis = awaited(trainer, doing.what)
-    computes = isinstance(doing.what, Action) and doing.what.kind in COMPUTE
-    if computes and polls_no_peer and trainer.comms.tp.arena is not None:
-        by_axis = {}
-    step = trainer.activity.step
-    LastWords(
-        rank=dist.get_rank(),
-        reason=reason,
-        step=None if step is None else step + 1,
-        doing=str(doing.what),
-        seconds=time.monotonic() - doing.began_at,
-        waits={axis: tuple(ranks) for axis, ranks in by_axis.items()},
-        gone=tuple(peers.gone(sorted({rank for ranks in by_axis.values() for rank in ranks}))),
-        time=time.time(),
-    ).write(run_dir)
+        Args:
+            what: the current action of a plan; or a text for work between plans, in which all ranks meet.
+
+        Returns:
+            For example ", waiting for rank 3 (pp); rank 3 is gone"; in a computation without peers ", waiting for
+            nobody".
+        """
+        by_axis = awaited(self._trainer, what)
+        if not by_axis:
+            return ", waiting for nobody"
+        axes_of: dict[tuple[int, ...], list[str]] = {}
+        for axis, ranks in by_axis.items():
+            axes_of.setdefault(tuple(ranks), []).append(axis)
+        parts = [f"{_ranks(ranks)} ({', '.join(axes)})" for ranks, axes in axes_of.items()]
+        gone = self._gone(by_axis)
+        ending = f"; {_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else ""
+        return f", waiting for {' and '.join(parts)}{ending}"
+
+    def keep(self, reason: str, doing: Doing, polls_no_peer: bool) -> None:
+        """Write to the run's directory why this rank leaves, what it does, and which ranks it waits for.
+
+        Args:
+            reason, doing: as OtherRanks.
+            polls_no_peer: whether it is known not to wait for a peer's memory. Then a rank whose tensor-parallel ranks
+                exchange through memory, and that computes, waits for none of them.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        if self._run_dir is None:
+            return
+        by_axis = awaited(self._trainer, doing.what)
+        computes = isinstance(doing.what, Action) and doing.what.kind in COMPUTE
+        if computes and polls_no_peer and self._trainer.comms.tp.arena is not None:
+            by_axis = {}
+        step = self._trainer.activity.step
+        LastWords(
+            rank=dist.get_rank(),
+            reason=reason,
+            step=None if step is None else step + 1,
+            doing=str(doing.what),
+            seconds=time.monotonic() - doing.began_at,
+            waits={axis: tuple(ranks) for axis, ranks in by_axis.items()},
+            gone=tuple(self._gone(by_axis)),
+            time=time.time(),
+        ).write(self._run_dir)
+
+    def _gone(self, by_axis: Mapping[str, Iterable[int]]) -> list[int]:
+        return self._peers.gone(sorted({rank for ranks in by_axis.values() for rank in ranks}))
 
 
 def awaited(trainer: Trainer, what: object) -> dict[str, list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,18 +20,17 @@ from tpengine.distributed.messages import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
 from tpengine.hugging_face.kept import kept_tokenizer
 from tpengine.last_words import forget_last_words
-from tpengine.observe.activity import Doing
+from tpengine.observe.activity import OtherRanks
 from tpengine.observe.background import BackgroundWriter
 from tpengine.observe.console import ProgressLine, console_for, show_held_out, show_next
 from tpengine.observe.metrics import left_out_record, peak_memory_bytes, step_record
-from tpengine.observe.pulse import Pulse
 from tpengine.observe.watch import Watch
 from tpengine.training.evaluation.between_steps import Evaluation
 from tpengine.training.evaluation.pause import Pause
 from tpengine.training.phase_parts import enter_phase_of
 from tpengine.training.profiler.peers import Peers
 from tpengine.training.profiler.profiler import Profiler
-from tpengine.training.profiler.waiting import awaited, explain, keep_last_words
+from tpengine.training.profiler.waiting import AwaitedRanks
 from tpengine.training.run.job import Job
 from tpengine.training.run.opening import open_writer
 from tpengine.training.state.beginning import begin_from
@@ -71,21 +70,16 @@ def train(job: Job, watch: Watch) -> None:
         uploads.finish()
 
 
-@contextlib.contextmanager
-def _pulse(job: Job, watch: Watch) -> Iterator[None]:
-    """Tell the watch, inside the context, whether any rank still makes progress."""
+def _pulse(job: Job, watch: Watch) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the watch knows whether any rank still makes progress."""
     if job.launch.world_size == 1:
-        yield
-        return
-    watch.computes_on_cores = job.device.type == "cpu"
-    with Pulse(job.meeting.another_client(), lambda: bool(watch.stop), watch.moves) as watch.pulse:
-        yield
-    watch.pulse = None
+        return contextlib.nullcontext()
+    return watch.pulsing(job.meeting.another_client(), computes_on_cores=job.device.type == "cpu")
 
 
 def _end_groups(watch: Watch) -> None:
-    # Drop the watch's methods first: they keep the trainer, and with it the process groups, alive.
-    watch.explain, watch.waits, watch.keep = lambda _: "", lambda _: True, lambda *_: None
+    # Forget the other ranks first: what is known of them keeps the trainer, and with it the process groups, alive.
+    watch.activity.ranks = OtherRanks()
     stop()
 
 
@@ -134,10 +128,7 @@ def _set_up(job: Job, watch: Watch) -> _Run:
         draws=draws,
         corpora=job.corpora,
     )
-    peers = Peers(job.device)
-    watch.explain = partial(explain, trainer, peers)
-    watch.keep = _keeper(job, trainer, peers)
-    watch.waits = lambda what: bool(awaited(trainer, what))
+    watch.activity.ranks = _ranks_of(job, trainer)
     watch.activity.begin("reading the checkpoint", timed=False)
     checkpoint = restore_newest(trainer, job.checkpoint)
     if checkpoint is None and job.beginning is not None:
@@ -157,12 +148,13 @@ def _set_up(job: Job, watch: Watch) -> _Run:
     return _Run(job, watch, console, trainer, checkpoint, checkpoints, skipped, spikes, content, evaluation)
 
 
-def _keeper(job: Job, trainer: Trainer, peers: Peers) -> Callable[[str, Doing, bool], None]:
-    """Return what keeps this rank's last words in the run's directory, if this host sees it; collective."""
+def _ranks_of(job: Job, trainer: Trainer) -> AwaitedRanks:
+    """Return what tells whom this rank waits for, also in the run's directory if this host sees it; collective."""
+    peers = Peers(job.device)
     if job.run_dir is not None:
         forget_last_words(job.run_dir)
     run_dir = Path(broadcast_json(str(job.run_dir and job.run_dir.absolute())))
-    return partial(keep_last_words, trainer, peers, run_dir) if run_dir.is_dir() else lambda *_: None
+    return AwaitedRanks(trainer, peers, run_dir if run_dir.is_dir() else None)
 
 
 def _loop(run: _Run) -> Uploads | None:
@@ -180,8 +172,8 @@ def _loop(run: _Run) -> Uploads | None:
     ):
         say = partial(run.console.print, markup=False, highlight=False)
         profiler = Profiler(trainer, job.run_dir, run.first_step, say)
-        watch.timeout_seconds = job.config.train.timeout_seconds
-        watch.stoppable = True
+        watch.activity.timeout_seconds = job.config.train.timeout_seconds
+        watch.activity.stoppable = True
         with ProgressLine(run.console, job.config.train.steps, run.first_step) as progress:
             pause = Pause(trainer, watch, run.evaluation, checkpoints, writer, progress, profiler)
             # A run that was stopped before it evaluated its last step does so now.
@@ -301,8 +293,8 @@ def _end_steps(run: _Run, pause: Pause, held_out: float | None) -> None:
         raise RunError(run.content.explain(int(content_flag)))
     if stop_signal:
         pause.leave(run.job.config.train.steps, int(stop_signal), held_out)
-    watch.parting = checkpoints.where()
-    watch.stoppable = False
+    watch.activity.last_checkpoint = checkpoints.where()
+    watch.activity.stoppable = False
 
 
 def _show_result(run: _Run, held_out: float | None) -> None:

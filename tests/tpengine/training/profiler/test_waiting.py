@@ -12,7 +12,7 @@ from support.ranks.rank_pool import RankPool
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.training.profiler.peers import Peers
-from tpengine.training.profiler.waiting import awaited, explain
+from tpengine.training.profiler.waiting import AwaitedRanks, awaited
 from tpengine.training.trainer import Trainer
 
 
@@ -60,7 +60,8 @@ def test_every_rank_of_a_plan_waits_for_somebody_else(ranks: RankPool) -> None:
 def explanation(config: Config) -> tuple[str, str, int]:
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
     peers = Peers(torch.device("cpu"))
-    alive = explain(trainer, peers, "words")
+    explain = AwaitedRanks(trainer, peers, None).explain
+    alive = explain("words")
     # A process that has ended and was not waited for is a zombie: gone as well.
     child = os.fork()
     if child == 0:
@@ -68,9 +69,9 @@ def explanation(config: Config) -> tuple[str, str, int]:
     peers.local[1 - dist.get_rank()] = child
     while not peers.gone([1 - dist.get_rank()]):
         pass
-    dead = explain(trainer, peers, "words")
+    dead = explain("words")
     os.waitpid(child, 0)
-    assert explain(trainer, peers, "words") == dead
+    assert explain("words") == dead
     return alive, dead, dist.get_rank()
 
 
