@@ -253,9 +253,9 @@ def meet(launch: Launch, mistake: str, watch: Watch) -> Meeting:
 
 def _train(prepared: _Prepared, launch: Launch, meeting: Meeting, watch: Watch) -> str:
     """Train; return what the user can mend and only training finds, on all ranks alike; else empty."""
+    from tpengine.training.planned_run import RunError
     from tpengine.training.run.job import Job
     from tpengine.training.run.loop import train
-    from tpengine.training.trainer import RunError
 
     config, corpora, device, cores = prepared.config, prepared.corpora, prepared.device, prepared.shared_cores
     try:

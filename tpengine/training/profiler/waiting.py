@@ -15,24 +15,24 @@ from tpengine.plan import Action, Kind
 from tpengine.plan.actions import COMPUTE, TRANSFERS, peer_chunk
 from tpengine.training.profiler.peers import Peers
 from tpengine.training.step_batch import READING
-from tpengine.training.trainer import Trainer
+from tpengine.training.train_state import TrainState
 
 
 class AwaitedRanks(OtherRanks):
     """The ranks of a run, as the plan lets this one wait for them.
 
     Args:
-        trainer: has the plan and the mesh.
+        state: has the plan, in its phase, and the mesh.
         peers: the processes of all ranks.
         run_dir: the directory that takes a rank's last words; None where this host does not see it.
     """
 
-    def __init__(self, trainer: Trainer, peers: Peers, run_dir: Path | None) -> None:
-        self._trainer, self._peers, self._run_dir = trainer, peers, run_dir
+    def __init__(self, state: TrainState, peers: Peers, run_dir: Path | None) -> None:
+        self._state, self._peers, self._run_dir = state, peers, run_dir
 
     def waits(self, what: object) -> bool:
         """See OtherRanks."""
-        return bool(awaited(self._trainer, what))
+        return bool(awaited(self._state, what))
 
     def explain(self, what: object) -> str:
         """Return which ranks this rank waits for, and which of them are gone, as the end of a sentence.
@@ -44,7 +44,7 @@ class AwaitedRanks(OtherRanks):
             For example ", waiting for rank 3 (pp); rank 3 is gone"; in a computation without peers ", waiting for
             nobody".
         """
-        by_axis = awaited(self._trainer, what)
+        by_axis = awaited(self._state, what)
         if not by_axis:
             return ", waiting for nobody"
         axes_of: dict[tuple[int, ...], list[str]] = {}
@@ -68,11 +68,11 @@ class AwaitedRanks(OtherRanks):
         """
         if self._run_dir is None:
             return
-        by_axis = awaited(self._trainer, doing.what)
+        by_axis = awaited(self._state, doing.what)
         computes = isinstance(doing.what, Action) and doing.what.kind in COMPUTE
-        if computes and polls_no_peer and self._trainer.comms.tp.arena is not None:
+        if computes and polls_no_peer and self._state.rank.comms.tp.arena is not None:
             by_axis = {}
-        step = self._trainer.activity.step
+        step = self._state.rank.activity.step
         LastWords(
             rank=dist.get_rank(),
             reason=reason,
@@ -88,9 +88,9 @@ class AwaitedRanks(OtherRanks):
         return self._peers.gone(sorted({rank for ranks in by_axis.values() for rank in ranks}))
 
 
-def awaited(trainer: Trainer, what: object) -> dict[str, list[int]]:
+def awaited(state: TrainState, what: object) -> dict[str, list[int]]:
     """Return the other ranks that must act before `what` can end, by the mesh axis that connects them."""
-    mesh = trainer.mesh
+    mesh = state.rank.mesh
     if what == READING:
         return {}
     if not isinstance(what, Action):
@@ -99,27 +99,27 @@ def awaited(trainer: Trainer, what: object) -> dict[str, list[int]]:
         return _others({"tp": _members(mesh.tp)})
     if what.kind is Kind.CLIP:
         # The last stage also sums the losses over the replicas; where these own slices, all sum their squares.
-        replicas = {"dp": _members(mesh.dp)} if trainer.model.is_last or trainer.sliced is not None else {}
+        replicas = {"dp": _members(mesh.dp)} if state.model.is_last or state.sliced is not None else {}
         return _others({"tp": _members(mesh.tp), "pp": _members(mesh.pp), **replicas})
     if what.kind is Kind.TIE_REDUCE and mesh.ends is not None:
         return _others({"pp": _members(mesh.ends)})
     ranks: dict[str, list[int]] = {}
     for sub in what.subs or (what,):
-        for axis, members in _of_started(trainer, sub).items():
+        for axis, members in _of_started(state, sub).items():
             ranks.setdefault(axis, []).extend(members)
     return _others(ranks)
 
 
-def _of_started(trainer: Trainer, started: Action) -> dict[str, list[int]]:
+def _of_started(state: TrainState, started: Action) -> dict[str, list[int]]:
     """Return the ranks on the other side of a transfer, a reduction or a gather, by mesh axis."""
-    mesh = trainer.mesh
+    mesh = state.rank.mesh
     if started.kind in TRANSFERS:
         pipeline = mesh.shape.pipeline_ranks(dist.get_rank())
-        return {"pp": [pipeline[trainer.plan.chunks[peer_chunk(started)].rank]]}
-    if started.kind is Kind.GATHER or (started.kind is Kind.REDUCE and trainer.sliced is not None):
+        return {"pp": [pipeline[state.part.plan.chunks[peer_chunk(started)].rank]]}
+    if started.kind is Kind.GATHER or (started.kind is Kind.REDUCE and state.sliced is not None):
         return {"dp": _members(mesh.dp)}
     if started.kind is Kind.REDUCE and started.index is not None:
-        axis = trainer.layout.buckets[started.index].layout.reduce_over
+        axis = state.part.layout.buckets[started.index].layout.reduce_over
         return {axis: _members({"dp": mesh.dp, "dp_tp": mesh.dp_tp, "dp_replica": mesh.dp_replica}[axis])}
     return {}
 

@@ -18,8 +18,10 @@ from tpengine.training.trainer import Trainer
 
 def who_waits_for_whom(config: Config) -> dict[str, dict[str, list[int]]]:
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
-    actions = trainer.plan.actions[trainer.mesh.at.pp]
-    return {str(action): awaited(trainer, action) for action in actions} | {"words": awaited(trainer, "words")}
+    actions = trainer.state.part.plan.actions[trainer.state.rank.mesh.at.pp]
+    return {str(action): awaited(trainer.state, action) for action in actions} | {
+        "words": awaited(trainer.state, "words")
+    }
 
 
 def test_each_action_names_its_peers(ranks: RankPool) -> None:
@@ -60,7 +62,7 @@ def test_every_rank_of_a_plan_waits_for_somebody_else(ranks: RankPool) -> None:
 def explanation(config: Config) -> tuple[str, str, int]:
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
     peers = Peers(torch.device("cpu"))
-    explain = AwaitedRanks(trainer, peers, None).explain
+    explain = AwaitedRanks(trainer.state, peers, None).explain
     alive = explain("words")
     # A process that has ended and was not waited for is a zombie: gone as well.
     child = os.fork()
