@@ -146,9 +146,9 @@ class TrainStep:
         self.batch.step, self.batch.scale = self.reader.read(step), state.loss_scale.value
         self.limits = state.spikes.limits(step, state.part.phase.number)
         self._lr, self.waited_seconds = self._rate(step), 0.0
-        # Run the plan, by the handlers of `_handlers`: F, B and W compute micro-batches, and start to reduce each bucket
-        # that they complete; WAIT ends that; CLIP judges loss and norm of all ranks, and scales the gradients; STEP
-        # updates the weights, unless the step was judged to be skipped.
+        # Run the plan, by the handlers of `_handlers`: F, B and W compute micro-batches, and start to reduce a bucket
+        # once it is complete; WAIT ends that; CLIP judges the loss and the norm of all ranks, and scales the gradients;
+        # STEP updates the weights, unless the step was judged to be skipped.
         self._run_plan(step)
         # Wait for the device, and compare the outcome over all ranks.
         activity.begin("ending the step with all ranks")
