@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from tpengine.last_words import USER_ERROR, interrupt_in_one_line, one_line, say, tell_torchrun
-from tpengine.observe.activity import Activity
+from tpengine.observe.activity import Activity, OtherRanks
 from tpengine.terminal import terminal_safe
 
 if TYPE_CHECKING:
@@ -59,6 +59,17 @@ class _Prepared:
     beginning: Beginning | None
 
 
+class _Arriving(OtherRanks):
+    """The other ranks, until all have met."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+
+    def explain(self, what: object) -> str:
+        """See OtherRanks."""
+        return self._meeting.explain(what)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, train.
 
@@ -77,8 +88,8 @@ def _run(argv: Sequence[str]) -> None:
 
     with exit_on_user_error(os.environ) as launch:
         _start_ranks(launch, argv)
-    message = ""
-    with exit_on_user_error(os.environ) as launch, Watch(launch.rank, Activity()) as watch:
+    message, activity = "", Activity()
+    with exit_on_user_error(os.environ) as launch, Watch(launch.rank, activity) as watch:
         os.environ.update(launch.variables())  # what srun said in other words
         prepared, mistake = None, ""
         try:
@@ -87,10 +98,10 @@ def _run(argv: Sequence[str]) -> None:
             if not _others_must_be_told(launch):
                 raise
             mistake = one_line(str(error))
-        watch.timeout_seconds = (TrainConfig() if prepared is None else prepared.config.train).timeout_seconds
-        if prepared is not None and watch.timeout_seconds:  # 0 is for ever
+        activity.timeout_seconds = (TrainConfig() if prepared is None else prepared.config.train).timeout_seconds
+        if prepared is not None and activity.timeout_seconds:  # 0 is for ever
             # Until the first step: another host may still be reading its text.
-            watch.timeout_seconds += max(corpus.reading_seconds for corpus in prepared.corpora)
+            activity.timeout_seconds += max(corpus.reading_seconds for corpus in prepared.corpora)
         meeting = meet(launch, mistake, watch)
         assert prepared is not None
         message = _train(prepared, launch, meeting, watch)
@@ -226,7 +237,7 @@ def meet(launch: Launch, mistake: str, watch: Watch) -> Meeting:
     from tpengine.distributed.meeting import Meeting
 
     meeting = Meeting(launch, os.environ)
-    watch.explain = meeting.explain
+    watch.activity.ranks = _Arriving(meeting)
     watch.activity.begin("meeting the other ranks")
     try:
         meeting.connect()
@@ -242,9 +253,9 @@ def meet(launch: Launch, mistake: str, watch: Watch) -> Meeting:
 
 def _train(prepared: _Prepared, launch: Launch, meeting: Meeting, watch: Watch) -> str:
     """Train; return what the user can mend and only training finds, on all ranks alike; else empty."""
+    from tpengine.training.planned_run import RunError
     from tpengine.training.run.job import Job
     from tpengine.training.run.loop import train
-    from tpengine.training.trainer import RunError
 
     config, corpora, device, cores = prepared.config, prepared.corpora, prepared.device, prepared.shared_cores
     try:

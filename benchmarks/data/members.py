@@ -83,9 +83,9 @@ class Training:
         steps, waits = [], []
         for step in range(self._num_steps + 2):
             begin = time.perf_counter()
-            self._trainer.train_step(step)
+            self._trainer.step.run(step)
             steps.append(time.perf_counter() - begin)
-            waits.append(self._trainer.reader.seconds)
+            waits.append(self._trainer.step.reader.seconds)
         self._trainer.close()
         # Before the first step nothing was asked for yet; it also makes what later ones find.
         return steps[2:], waits[2:]

@@ -11,9 +11,9 @@ class Allocations:
     """Counts what is allocated from the moment it is entered.
 
         with Allocations() as counted:
-            trainer.train_step(0)
+            trainer.step.run(0)
             with counted.here():
-                trainer.train_step(1)
+                trainer.step.run(1)
         counted.peak_bytes()
 
     Not counted, because torch's allocator does not make it: memory that ranks share, and what a matrix library takes

@@ -154,13 +154,13 @@ def step_of(preset: str, num_layers: int, target: Target) -> list[Launch]:
         trainer = Trainer(validate(config, 1), open_corpus(config), META, draws=False, packs_gradients=True)
         try:
             _watch_parts(trainer, watch)
-            trainer.batch.step = _batch(config)
+            trainer.step.batch.step = _batch(config)
             # torch knows no autocast of meta.
             no_autocast = patch.object(torch, "is_autocast_enabled", lambda *_: False)
             with observed(target, watch.observe), no_autocast, watch:
-                trainer._run_plan(0)  # what every later step finds, such as tables of angles
+                trainer.step._run_plan(0)  # what every later step finds, such as tables of angles
                 watch.launches.clear()
-                trainer._run_plan(1)
+                trainer.step._run_plan(1)
         finally:
             trainer.close()
     return watch.launches
@@ -168,7 +168,7 @@ def step_of(preset: str, num_layers: int, target: Target) -> list[Launch]:
 
 def _watch_parts(trainer: Trainer, watch: _Watch) -> None:
     """Have the watch told which action runs."""
-    handlers: Any = trainer.executor.handlers
+    handlers: Any = trainer.step.executor.handlers
 
     def within(part: str, handler: Any) -> Any:
         def handle(action: Action) -> None:
@@ -180,14 +180,14 @@ def _watch_parts(trainer: Trainer, watch: _Watch) -> None:
 
     for kind, part in _PARTS.items():
         handlers[kind] = within(part, handlers[kind])
-    begin = trainer._begin
+    begin = trainer.step._begin
 
     def begin_step() -> None:
         watch.part = END  # gradients are zeroed here, for the next step
         begin()
         watch.part = OTHER
 
-    trainer._begin = begin_step  # type: ignore[method-assign]
+    trainer.step._begin = begin_step  # type: ignore[method-assign]
 
 
 def _batch(config: Config) -> StepBatch:

@@ -55,29 +55,29 @@ class EngineSide:
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.trainer = Trainer(config, corpus, torch.device("cpu"))
         handlers = {
-            **self.trainer.executor.handlers,
-            Kind.CLIP: lambda _: self.trainer.gradients.finish(),
-            Kind.STEP: lambda _: self.trainer.model.release(),
+            **self.trainer.step.executor.handlers,
+            Kind.CLIP: lambda _: self.trainer.state.gradients.finish(),
+            Kind.STEP: lambda _: self.trainer.state.model.release(),
         }
-        self.trainer.executor = Executor(dist.get_rank(), handlers)
+        self.trainer.step.executor = Executor(dist.get_rank(), handlers)
         train = config.train
         # One replica, and every label counts.
         self._num_targets = train.num_micro_batches * train.micro_batch_size * train.seq_len
 
     def step(self) -> float:
         """As Side. The loss is reduced with the gradients' norm, which a step without update does not need."""
-        self.trainer.train_step(0)
-        if not self.trainer.model.is_last:
+        self.trainer.step.run(0)
+        if not self.trainer.state.model.is_last:
             return float("-inf")
-        return float(self.trainer.batch.losses.sum()) / self._num_targets
+        return float(self.trainer.step.batch.losses.sum()) / self._num_targets
 
     def gradients(self) -> dict[str, Tensor]:
         """See Side."""
-        return dict(self.trainer.gradients.of)
+        return dict(self.trainer.state.gradients.of)
 
     def most_live(self) -> int:
         """See Side."""
-        return self.trainer.pipeline.most_live
+        return self.trainer.step.pipeline.most_live
 
 
 class SequentialSide:

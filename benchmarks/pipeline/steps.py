@@ -51,16 +51,16 @@ class TrainingSteps:
 
     def __init__(self, config: Config) -> None:
         self._trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
-        self._executor = _TogetherExecutor(dist.get_rank(), self._trainer.executor.handlers)
-        self._trainer.executor = self._executor
+        self._executor = _TogetherExecutor(dist.get_rank(), self._trainer.step.executor.handlers)
+        self._trainer.step.executor = self._executor
         self._step = 0
 
     def run(self) -> tuple[Trace, bool]:
         """As _Steps."""
         trace = self._executor.trace = Trace()
-        self._trainer.train_step(self._step)
+        self._trainer.step.run(self._step)
         self._step += 1
-        return trace, self._trainer.pipeline.copies
+        return trace, self._trainer.step.pipeline.copies
 
 
 class WaitingSteps:

@@ -26,9 +26,9 @@ class OwnEngine:
 
     def train_step(self, step: int) -> tuple[float, float]:
         """Run one step; return loss and gradient norm."""
-        result = self._trainer.train_step(step)
+        result = self._trainer.step.run(step)
         return result.loss, result.grad_norm
 
     def parameters(self) -> dict[str, Tensor]:
         """Return this rank's parameters; the tensors themselves."""
-        return {name: parameter.detach() for name, parameter in self._trainer.model.named_parameters()}
+        return {name: parameter.detach() for name, parameter in self._trainer.state.model.named_parameters()}

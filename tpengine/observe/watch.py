@@ -25,7 +25,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import NoReturn
 
@@ -34,7 +35,7 @@ from tpkernels.symmetric.signals import waits_for_peer
 from tpengine.distributed.launch import STARTED
 from tpengine.last_words import RANK_FAILED, one_line, say
 from tpengine.observe.activity import Activity, Doing
-from tpengine.observe.pulse import Pulse
+from tpengine.observe.pulse import Pulse, Store
 from tpengine.terminal import raw
 
 _POLL_SECONDS = 0.25
@@ -61,39 +62,21 @@ class Watch:
 
     Args:
         rank: this rank, for messages.
-        activity: what the main thread does.
+        activity: what the main thread does, how long that may take, and what is known of the ranks that it waits for.
         clock: seconds on the scale of time.monotonic, which `activity` uses.
 
     Attributes:
         activity: as given.
         stop: the signal that asked this rank to stop; 0 until then. The training loop reads it between steps.
-        stoppable: whether the training loop is running and will read `stop`. If not, a signal ends the process at once
-            with 128 + its number.
-        timeout_seconds: the longest time that a timed activity may take; 0 for no limit.
-        waits: returns whether an activity can only end if other ranks act; a rank that computes is never given up.
-        explain: returns for an activity, in words for the report, what it waits for: ", waiting for rank 3 (pp)".
-        keep: keeps the same where it is found later, given the reason, the activity, and whether the main thread is
-            seen to wait for no peer's memory; may raise, and may block.
-        pulse: knows when some rank last made progress, after a request to stop; None for one process.
-        computes_on_cores: whether CPU time shows that this rank computes; not if it waits for a GPU.
         parent: the process that started this rank and its like (torchrun, or `tpengine train --nproc`), whose end is a
             request to stop; None without one.
-        parting: end of rank 0's line when an interrupt ends it at once, once nothing is lost by that: which checkpoint
-            is left.
     """
 
     def __init__(self, rank: int, activity: Activity, clock: Callable[[], float] = time.monotonic) -> None:
         self._rank, self.activity = rank, activity
         self.stop = 0
-        self.stoppable = False
-        self.timeout_seconds = 0.0
-        self.waits: Callable[[object], bool] = lambda _: True
-        self.explain: Callable[[object], str] = lambda _: ""
-        self.keep: Callable[[str, Doing, bool], None] = lambda *_: None
-        self.pulse: Pulse | None = None
-        self.computes_on_cores = True
         self.parent: int | None = None
-        self.parting = ""
+        self._pulse: Pulse | None = None
         self._clock = clock
         self._stopped_at = self._polled_at = 0.0
         self._seen, self._seen_cpu_seconds = activity.now, 0.0
@@ -125,6 +108,18 @@ class Watch:
         os.close(self._read_end)
         os.close(self._write_end)
 
+    @contextlib.contextmanager
+    def pulsing(self, store: Store, computes_on_cores: bool) -> Iterator[None]:
+        """Ask the other ranks after a request to stop, inside the context, whether any of them makes progress.
+
+        Args:
+            store: as Pulse's.
+            computes_on_cores: as `moves` takes it.
+        """
+        with Pulse(store, lambda: bool(self.stop), partial(self.moves, computes_on_cores)) as self._pulse:
+            yield
+        self._pulse = None
+
     def report_and_leave(self, reason: str) -> NoReturn:
         """Print why this rank cannot continue, what it was doing and what it waited for; leave with 70. Any thread."""
         doing = self.activity.now
@@ -137,7 +132,7 @@ class Watch:
 
         def keep() -> None:
             with contextlib.suppress(Exception):
-                self.keep(reason, doing, polls_no_peer)
+                self.activity.ranks.keep(reason, doing, polls_no_peer)
 
         # A disk may be what blocks the run.
         thread = threading.Thread(target=keep, name="tpengine-last-words", daemon=True)
@@ -161,27 +156,29 @@ class Watch:
         """Leave because some rank was asked to stop, with 128 + the signal; rank 0 prints the message. After saving."""
         self.leave(128 + number, message if self._rank == 0 else "")
 
-    def moves(self) -> bool:
+    def moves(self, computes_on_cores: bool = True) -> bool:
         """Return whether this rank has made progress since the last call; only the pulse's thread may call it.
 
         It has if it has begun something else, if its activity is not timed or waits for no rank, or if the main thread
         computes: it has used CPU time and is not in a wait that also uses CPU time.
+
+        Args: computes_on_cores: whether CPU time shows that this rank computes; not if it waits for a GPU.
         """
         doing, before = self.activity.now, self._seen
         main = threading.main_thread().ident
         assert main is not None
         cpu_seconds = time.clock_gettime(time.pthread_getcpuclockid(main))
         used, self._seen_cpu_seconds, self._seen = cpu_seconds - self._seen_cpu_seconds, cpu_seconds, doing
-        if doing is not before or not doing.timed or not self.waits(doing.what):
+        if doing is not before or not doing.timed or not self.activity.ranks.waits(doing.what):
             return True
-        computes = self.computes_on_cores and used > _COMPUTING_SECONDS
+        computes = computes_on_cores and used > _COMPUTING_SECONDS
         return computes and not waits_for_peer(sys._current_frames().get(main))
 
     def _describe(self, doing: Doing) -> str:
         seconds = self._clock() - doing.began_at
         step = "" if self.activity.step is None else f"step {self.activity.step + 1}, "
         try:
-            waits = self.explain(doing.what)
+            waits = self.activity.ranks.explain(doing.what)
         except Exception as error:  # the report must be printed whatever else is broken
             waits = f" (whom it waited for is unknown: {error!r})"
         return f"{step}in {doing.what} for {seconds:.1f} s{waits}"
@@ -211,10 +208,10 @@ class Watch:
         """Take note of a signal, or leave if nobody will read `stop`; called by the thread."""
         if number not in _REQUESTS:
             return
-        if not self.stoppable:
+        if not self.activity.stoppable:
             self.stop = number
             if number == signal.SIGINT:
-                self.leave(128 + number, f"interrupted{self.parting}" if self._rank == 0 else "")
+                self.leave(128 + number, f"interrupted{self.activity.last_checkpoint}" if self._rank == 0 else "")
             if self.activity.step is None and self._rank != 0:
                 self.leave(128 + number, "")  # all ranks start together: the rank with the error has printed it
             name = signal.Signals(number).name
@@ -222,7 +219,7 @@ class Watch:
         if not self.stop:
             self.stop, self._stopped_at = number, self._clock()
         elif number == signal.SIGINT and self._clock() - self._stopped_at > _SAME_REQUEST_SECONDS:
-            what = self.parting or ": this step is lost"
+            what = self.activity.last_checkpoint or ": this step is lost"
             self.leave(128 + number, f"interrupted again{what}" if self._rank == 0 else "")
 
     def look_at_the_clock(self) -> None:
@@ -230,12 +227,13 @@ class Watch:
         doing, now = self.activity.now, self._clock()
         if not doing.timed:
             return
-        if self.timeout_seconds and now - doing.began_at > self.timeout_seconds:
-            self.report_and_leave(f"--train.timeout-seconds {self.timeout_seconds:g} is over")
-        if not (self.stop and self.stoppable and self.waits(doing.what)):
+        limit = self.activity.timeout_seconds
+        if limit and now - doing.began_at > limit:
+            self.report_and_leave(f"--train.timeout-seconds {limit:g} is over")
+        if not (self.stop and self.activity.stoppable and self.activity.ranks.waits(doing.what)):
             return
         name = signal.Signals(self.stop).name
-        moved_at = max(doing.began_at, self._stopped_at, self.pulse.moved_at if self.pulse else 0.0)
+        moved_at = max(doing.began_at, self._stopped_at, self._pulse.moved_at if self._pulse else 0.0)
         patience = self._patience_seconds()
         if now - moved_at > patience:
             self.report_and_leave(f"{name}, and nothing moved for {patience:.0f} s after it")

@@ -1,1 +1,1 @@
-"""A training run: the trainer, which runs one step, and the loop around it."""
+"""A training run: its state on a rank, the step that changes it, the trainer that has both, and the loop around it."""

@@ -54,7 +54,7 @@ def assemble(
     With exact, torch is made deterministic for the whole process (distributed.make_deterministic).
     """
     build = _exact if config.train.reduction == "exact" else _fast
-    # The trainer draws weights that are the same in every layout, or loads them.
+    # Somebody draws weights that are the same in every layout, or loads them.
     with Undrawn():
         return build(config, layout, mesh, comms, device, halves)
 

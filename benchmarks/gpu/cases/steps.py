@@ -58,7 +58,7 @@ class OwnStep:
             self.host_seconds = time.perf_counter() - begin
             return ()
 
-        self.loss = self._trainer.train_step(self._step, tell).loss
+        self.loss = self._trainer.step.run(self._step, tell).loss
         self._step += 1
         return time.perf_counter() - begin
 

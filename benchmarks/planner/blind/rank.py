@@ -38,8 +38,8 @@ class Member:
         assert self._trainer is not None, "it was built"
         dist.barrier()
         begin = time.perf_counter()
-        self._trainer.train_step(self._step)
-        if torch.device(self._trainer.config.device).type == "cuda":
+        self._trainer.step.run(self._step)
+        if torch.device(self._trainer.state.part.config.device).type == "cuda":
             torch.cuda.synchronize()
         self._step += 1
         return time.perf_counter() - begin
@@ -50,10 +50,10 @@ class Member:
         gc.collect()
         with Allocations() as counted:
             trainer = Trainer(config, open_corpus(config), _device(config.device))
-            trainer.train_step(0)
+            trainer.step.run(0)
             with counted.here():
-                trainer.train_step(1)
-        return trainer.mesh.at.pp, counted.peak_bytes()
+                trainer.step.run(1)
+        return trainer.state.rank.mesh.at.pp, counted.peak_bytes()
 
     def reference(self, device: str, dtype: str) -> list[float]:
         """Return the seconds of the products of reference, which all ranks multiply at the same time."""

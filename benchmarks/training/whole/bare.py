@@ -39,7 +39,7 @@ def main() -> None:
     for step in range(config.train.steps):
         if step == WARMUP_STEPS:
             begin = time.perf_counter()
-        losses.append(trainer.train_step(step).loss)
+        losses.append(trainer.step.run(step).loss)
     seconds = time.perf_counter() - begin
     if launch.rank == 0:
         Path(config.run_dir, "bare.json").write_text(json.dumps({"losses": losses, "seconds": seconds}))

@@ -40,7 +40,7 @@ import torch
 from benchmarks.gpu.cases import steps, training
 seen, kept = [], steps.OwnStep.seconds
 def noted(self):
-    seen.append([self._trainer.config.train.reduction, torch.are_deterministic_algorithms_enabled()])
+    seen.append([self._trainer.state.part.config.train.reduction, torch.are_deterministic_algorithms_enabled()])
     return kept(self)
 steps.OwnStep.seconds = noted
 assert training.exact_price(Path(sys.argv[1]), "tiny", steps=2, layers=1) == 0

@@ -55,21 +55,21 @@ def begun(config: Config, draws: bool = True) -> Trainer:
     """A trainer with those weights; with drawn ones where there is no path."""
     trainer = Trainer(config, open_corpus(config), CPU, draws=draws)
     if config.model.path:
-        begin_from(trainer, check_beginning(config.model))
+        begin_from(trainer.state, check_beginning(config.model))
     return trainer
 
 
 def losses_of(trainer: Trainer) -> list[float]:
     """Train all steps; return the losses."""
-    return [trainer.train_step(step).loss for step in range(trainer.config.train.steps)]
+    return [trainer.step.run(step).loss for step in range(trainer.state.part.config.train.steps)]
 
 
 def pieces_of(trainer: Trainer) -> Pieces:
     """What this rank holds of each parameter, gathered where replicas own slices."""
     with whole_weights(trainer):
         return {
-            name: (trainer.model.pieces[name].block[0], weight.detach().clone())
-            for name, weight in trainer.model.held.items()
+            name: (trainer.state.model.pieces[name].block[0], weight.detach().clone())
+            for name, weight in trainer.state.model.held.items()
         }
 
 
@@ -77,8 +77,8 @@ def trained_run(config: Config) -> dict[str, Tensor]:
     """Make a run; return its masters, or its weights where they are the same."""
     trainer = saved_run(config)
     return {
-        name: trainer.optimizer.state_of(name).get("master", weight).detach().clone()
-        for name, weight in trainer.weights.items()
+        name: trainer.state.optimizer.state_of(name).get("master", weight).detach().clone()
+        for name, weight in trainer.state.weights.items()
     }
 
 
@@ -98,8 +98,8 @@ def saved_run(config: Config) -> Trainer:
             keep_source(source, Path(config.run_dir))
     steps = config.train.steps if config.train.checkpoint_every <= config.train.steps else 0
     for step in range(steps):
-        trainer.train_step(step)
-    with RunCheckpoints(trainer, Path(config.run_dir)) as checkpoints:
+        trainer.step.run(step)
+    with RunCheckpoints(trainer.state, trainer.planned, Path(config.run_dir)) as checkpoints:
         checkpoints.after_step(config.train.steps)
         checkpoints.wait()
     return trainer

@@ -17,7 +17,7 @@ class LateWitness(Witness):
     def step(self, step: int) -> Any:
         seen = super().step(step)
         if step == 0 and 0 < dist.get_rank() == dist.get_world_size() - 1:
-            block: Any = self.trainer.model.layers["1"]
+            block: Any = self.trainer.state.model.layers["1"]
             weight = block.mlp.shards["7"].up_proj.weight
             weight.data.view(torch.int32)[0, 0].bitwise_xor_(1)
         return seen
@@ -39,7 +39,7 @@ class WrongGradients(Gradients):
             self.spoil()
 
     def spoil(self) -> None:
-        gradients: Any = self.trainer.gradients
+        gradients: Any = self.trainer.state.gradients
         gradient, finish = gradients.of["layers.3.input_layernorm.weight"], gradients.finish
 
         def spoilt() -> None:

@@ -75,17 +75,17 @@ class Accident:
         self.first_step: int | None = None
 
     def due(self, trainer: Trainer) -> bool:
-        step = trainer.activity.step or 0
+        step = trainer.state.rank.activity.step or 0
         if self.first_step is None:
             self.first_step = step
         return self.mine and step - self.first_step >= self.after_steps
 
     def prepare(self, trainer: Trainer) -> None:
-        handlers = dict(trainer.executor.handlers)
+        handlers = dict(trainer.step.executor.handlers)
         for kind in (Kind.F, Kind.B):
             handlers[kind] = self.around(trainer, handlers[kind], kind.value)
-        trainer.executor.handlers = handlers
-        reduce = trainer.buckets.reduce
+        trainer.step.executor.handlers = handlers
+        reduce = trainer.state.buckets.reduce
 
         def reduce_and_die(index: int) -> Any:
             pending = reduce(index)
@@ -93,7 +93,7 @@ class Accident:
                 die()
             return pending
 
-        trainer.buckets.reduce = reduce_and_die  # type: ignore[method-assign]
+        trainer.state.buckets.reduce = reduce_and_die  # type: ignore[method-assign]
 
     def around(self, trainer: Trainer, handler: Any, kind: str) -> Any:
         def handle(action: Action) -> None:
@@ -107,7 +107,7 @@ class Accident:
             if due and self.what == kind:
                 die()
             if due and self.what == "damage" and kind == "F":
-                damage_newest(trainer.config.run_dir)
+                damage_newest(trainer.state.part.config.run_dir)
                 die()
             if due and self.what == "node" and kind == "F":
                 die_with_the_node()

@@ -125,7 +125,7 @@ def train_steps(trainer: Trainer, first: int, last: int) -> Found:
     """Train steps [first, last) on this rank."""
     numbers = []
     for step in range(first, last):
-        result = trainer.train_step(step)
+        result = trainer.step.run(step)
         numbers.append((result.loss.hex(), result.grad_norm.hex()))
     return numbers, digests_of(trainer)
 
@@ -133,15 +133,17 @@ def train_steps(trainer: Trainer, first: int, last: int) -> Found:
 def digests_of(trainer: Trainer) -> dict[Key, str]:
     """A digest of everything that decides later steps, and of the gradients, for each shard that this rank holds."""
     digests = {}
-    kinds = ["weight", "gradient", "exp_avg", "exp_avg_sq"] + ["master"] * (trainer.config.train.dtype in NARROW)
-    for name, piece in trainer.model.pieces.items():
+    kinds = ["weight", "gradient", "exp_avg", "exp_avg_sq"] + ["master"] * (
+        trainer.state.part.config.train.dtype in NARROW
+    )
+    for name, piece in trainer.state.model.pieces.items():
         tensors: dict[str, Tensor] = {}
-        if name in trainer.weights:
-            tensors = {"weight": trainer.weights[name], "gradient": trainer.gradients.of[name]}
-            tensors |= trainer.optimizer.state_of(name)
+        if name in trainer.state.weights:
+            tensors = {"weight": trainer.state.weights[name], "gradient": trainer.state.gradients.of[name]}
+            tensors |= trainer.state.optimizer.state_of(name)
         for kind in kinds:
-            dtype = trainer.model.held[name].dtype if kind == "weight" else None
-            found = whole(trainer, name, tensors.get(kind), dtype)
+            dtype = trainer.state.model.held[name].dtype if kind == "weight" else None
+            found = whole(trainer.state, name, tensors.get(kind), dtype)
             digests[piece.spec.name, piece.holder // piece.num_holders, kind] = digest(found)
     return digests
 

@@ -80,12 +80,12 @@ def outcome_of(trainer: Trainer) -> Outcome:
     """Run the steps; return (loss, norm) by step and name -> (block offset, local parameter)."""
     numbers = []
     for step in range(STEPS):
-        result = trainer.train_step(step)
+        result = trainer.step.run(step)
         numbers.append((result.loss, result.grad_norm))
     with whole_weights(trainer):
         parameters = {
-            name: (trainer.model.pieces[name].block[0], parameter.detach().clone())
-            for name, parameter in trainer.model.held.items()
+            name: (trainer.state.model.pieces[name].block[0], parameter.detach().clone())
+            for name, parameter in trainer.state.model.held.items()
         }
     return numbers, parameters
 
@@ -93,7 +93,7 @@ def outcome_of(trainer: Trainer) -> Outcome:
 @contextmanager
 def whole_weights(trainer: Trainer) -> Iterator[None]:
     """Gather what replicas own of each other's weights; collective. Then leave them as they were."""
-    sliced = trainer.sliced
+    sliced = trainer.state.sliced
     indices = () if sliced is None else tuple(sliced.flat)
     had_memory = (
         {index: sliced.flat[index].untyped_storage().nbytes() > 0 for index in indices} if sliced is not None else {}

@@ -16,7 +16,7 @@ from tpengine.training.trainer import Trainer
 def resumed(config: Config, run_dir: str, num_steps: int) -> Trainer:
     """This rank's trainer, after the `num_steps` steps of the checkpoint in `run_dir`."""
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
-    checkpoint = find_checkpoint(replace(config, run_dir=run_dir), trainer.corpus.fingerprint())
+    checkpoint = find_checkpoint(replace(config, run_dir=run_dir), trainer.state.part.corpus.fingerprint())
     assert checkpoint is not None
-    assert restore(trainer, checkpoint) == num_steps
+    assert restore(trainer.state, checkpoint) == num_steps
     return trainer

@@ -75,29 +75,29 @@ def run_with(config: Config, run_dir: str, fault: Fault, forward_seconds: float)
         corpus = cast(Corpus, SlowCorpus(corpus, fault.read / samples))
     with _slow_link(fault) as links:
         trainer = Trainer(config, corpus, CPU)
-    num_bytes = sum(flat.numel() * flat.itemsize for flat in trainer.buckets.flat.values())
+    num_bytes = sum(flat.numel() * flat.itemsize for flat in trainer.state.buckets.flat.values())
     pace = Pace()
     for link in links:
         link.seconds_per_byte, link.pace = fault.reduce / num_bytes, pace
     if forward_seconds:
         _pace(trainer, forward_seconds, fault, pace)
-    if fault.slow_stage and trainer.mesh.at.pp == 0 and trainer.mesh.at.dp == 0:
-        handlers = trainer.executor.handlers
-        trainer.executor.handlers = {
+    if fault.slow_stage and trainer.state.rank.mesh.at.pp == 0 and trainer.state.rank.mesh.at.dp == 0:
+        handlers = trainer.step.executor.handlers
+        trainer.step.executor.handlers = {
             kind: _longer(handler, fault.slow_stage) if kind in COMPUTE else handler
             for kind, handler in handlers.items()
         }
     late = LateMemory(trainer) if fault.exchange else None
     directory = Path(run_dir)
-    profiler = Profiler(trainer, directory if first else None, say=lambda _: None)
+    profiler = Profiler(trainer.planned, trainer.state.rank.device, directory if first else None, say=lambda _: None)
     writer = MetricsWriter(directory) if first else None
     if first:
         (directory / "config.toml").write_text(dump_toml(config))
     taken = []
     for step in range(NUM_STEPS):
-        profiler.begin(step)
+        profiler.begin(step, trainer.step)
         begin = time.perf_counter()
-        result = trainer.train_step(step, lambda begin=begin: [time.perf_counter() - begin])  # type: ignore[misc]
+        result = trainer.step.run(step, lambda begin=begin: [time.perf_counter() - begin])  # type: ignore[misc]
         seconds = max(result.largest[0], time.perf_counter() - begin)
         if writer is not None:
             writer.write(
@@ -123,25 +123,25 @@ def run_with(config: Config, run_dir: str, fault: Fault, forward_seconds: float)
 
 def _pace(trainer: Trainer, forward_seconds: float, fault: Fault, pace: Pace) -> None:
     """Let every block take its part of its stage's time."""
-    config, plan = trainer.config, trainer.plan
+    config, plan = trainer.state.part.config, trainer.state.part.plan
     kept = replace(plan, chunks=tuple(replace(chunk, recompute=Recompute.NONE) for chunk in plan.chunks))
-    modelled = {key: s.compute for key, s in action_seconds(config, trainer.layout, kept, CPU_CORE).items()}
+    modelled = {key: s.compute for key, s in action_seconds(config, trainer.state.part.layout, kept, CPU_CORE).items()}
     whole = sum(modelled[Kind.F, number] for number in range(len(plan.chunks))) / plan.num_ranks
     tokens = config.train.micro_batch_size / 4
     # A schedule that splits backward computes one half in I, through the blocks, and the other in W.
-    parts = 2 if any(action.kind is Kind.W for action in plan.actions[trainer.mesh.at.pp]) else 1
+    parts = 2 if any(action.kind is Kind.W for action in plan.actions[trainer.state.rank.mesh.at.pp]) else 1
     of_halves = {}
-    for number in plan.chunks_of(trainer.mesh.at.pp):
+    for number in plan.chunks_of(trainer.state.rank.mesh.at.pp):
         chunk: Chunk = plan.chunks[number]
         of_chunk = forward_seconds * tokens * modelled[Kind.F, number] / whole
         of_halves[number] = of_chunk * fault.backward / parts
         layers = range(*chunk.layers)
         for layer in layers:
-            block = trainer.model.layers[str(layer)]
+            block = trainer.state.model.layers[str(layer)]
             _pace_block(block, of_chunk / len(layers), of_halves[number] / len(layers), pace)
     if parts > 1:
-        handlers = trainer.executor.handlers
-        trainer.executor.handlers = {**handlers, Kind.W: _at_least(handlers[Kind.W], of_halves)}
+        handlers = trainer.step.executor.handlers
+        trainer.step.executor.handlers = {**handlers, Kind.W: _at_least(handlers[Kind.W], of_halves)}
 
 
 class Pace:
@@ -250,7 +250,7 @@ class LateMemory:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        arena = trainer.comms.tp.arena
+        arena = trainer.state.rank.comms.tp.arena
         assert arena is not None, "tensor-parallel ranks exchange through shared memory"
         self._signals, self._seen = arena.signals, arena.signals.has_notified
         self._first: dict[int, tuple[int, float]] = {}

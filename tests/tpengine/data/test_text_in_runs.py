@@ -38,7 +38,7 @@ def test_ranks_wait_longer_for_one_that_may_have_to_read_its_text(
     limits: list[float] = []
 
     def meet(_: object, __: object, watch: Watch) -> None:
-        limits.append(watch.timeout_seconds)
+        limits.append(watch.activity.timeout_seconds)
         raise SystemExit
 
     monkeypatch.setattr(train, "meet", meet)

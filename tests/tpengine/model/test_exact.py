@@ -221,10 +221,10 @@ def test_every_layout_gives_the_bits_of_one_process(
 def train_through(config: Config, memory: bool) -> Found:
     """Train, and say first which exchanges go through shared memory."""
     trainer = Trainer(config, open_corpus(config), CPU)
-    comms, shape = trainer.comms, trainer.mesh.shape
+    comms, shape = trainer.state.rank.comms, trainer.state.rank.mesh.shape
     assert (comms.tp.arena is not None) == (memory and shape.tp > 1 and config.parallel.tp_comm == "fused")
     assert (comms.dp.arena is not None) == (memory and shape.dp > 1)
-    assert (trainer.mailbox is not None) == (memory and shape.pp > 1)
+    assert (trainer.state.rank.mailbox is not None) == (memory and shape.pp > 1)
     return train_steps(trainer, 0, config.train.steps)
 
 
@@ -301,11 +301,11 @@ def cut(whole: Tensor, offset: Sequence[int], part: Tensor) -> Tensor:
 
 def evaluated(config: Config) -> tuple[str, list[int]]:
     trainer = Trainer(config, open_corpus(config), CPU)
-    trainer.train_step(0)
-    loss = held_out_loss(trainer)
+    trainer.step.run(0)
+    loss = held_out_loss(trainer.state)
     assert loss is not None
-    prompt = trainer.corpus.held_out.batch(0, 1)[0][0, :16].tolist()
-    return loss.hex(), sample(trainer, prompt, 4)
+    prompt = trainer.state.part.corpus.held_out.batch(0, 1)[0][0, :16].tolist()
+    return loss.hex(), sample(trainer.state, prompt, 4)
 
 
 @pytest.mark.slow

@@ -54,8 +54,12 @@ def half_of(config: Config) -> int:
 
 
 def save(trainer: Trainer, run_dir: str) -> None:
-    saver, step = Saver(checkpoints_of(run_dir), keep=2), half_of(trainer.config)
-    saver.save(step, blocks_of(trainer), state_of(trainer.config, trainer.corpus.fingerprint(), step))
+    saver, step = Saver(checkpoints_of(run_dir), keep=2), half_of(trainer.state.part.config)
+    saver.save(
+        step,
+        blocks_of(trainer.state),
+        state_of(trainer.state.part.config, trainer.state.part.corpus.fingerprint(), step),
+    )
     assert saver.wait() is None
 
 
@@ -112,7 +116,7 @@ def test_all_steps_are_half_of_them_and_half_in_another_layout(
 def state_of_rank(trainer: Trainer) -> State:
     return {
         name: [(part.offset, part.tensor.detach().clone()) for part in parts_of(entry)]
-        for name, entry in blocks_of(trainer).items()
+        for name, entry in blocks_of(trainer.state).items()
     }
 
 
@@ -123,7 +127,7 @@ def state_and_next_loss(config: Config, run_dir: str, saves: bool) -> tuple[Stat
     if saves:
         train_steps(trainer, 0, step)
         save(trainer, run_dir)
-    return state_of_rank(trainer), trainer.train_step(step).loss
+    return state_of_rank(trainer), trainer.step.run(step).loss
 
 
 def put_together(states: Sequence[State]) -> dict[str, Tensor]:

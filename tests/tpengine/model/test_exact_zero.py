@@ -141,14 +141,14 @@ def test_packing_that_moves_what_a_bucket_owns_is_caught(ranks: RankPool) -> Non
 def skips_what_no_moment_holds(config: Config) -> bool:
     """A gradient whose square is finite in float64 alone."""
     trainer = Trainer(config, open_corpus(config), CPU)
-    finish = trainer.gradients.finish
+    finish = trainer.state.gradients.finish
 
     def spoilt() -> None:
         finish()
-        next(iter(trainer.gradients.of.values())).view(-1)[0] = 1e25
+        next(iter(trainer.state.gradients.of.values())).view(-1)[0] = 1e25
 
-    trainer.gradients.finish = spoilt  # type: ignore[method-assign]
-    return trainer.train_step(0).skipped
+    trainer.state.gradients.finish = spoilt  # type: ignore[method-assign]
+    return trainer.step.run(0).skipped
 
 
 def test_a_square_that_overflows_a_moment_is_not_finite(ranks: RankPool) -> None:
@@ -159,12 +159,12 @@ def test_a_square_that_overflows_a_moment_is_not_finite(ranks: RankPool) -> None
 
 def saved_and_gone_on(config: Config, run_dir: str) -> tuple[int, Found]:
     trainer = Trainer(config, open_corpus(config), CPU)
-    trainer.train_step(0)
-    check_finite(trainer)
+    trainer.step.run(0)
+    check_finite(trainer.state)
     saver = Saver(checkpoints_of(run_dir), keep=1)
-    saver.save(1, blocks_of(trainer), state_of(config, trainer.corpus.fingerprint(), 1))
+    saver.save(1, blocks_of(trainer.state), state_of(config, trainer.state.part.corpus.fingerprint(), 1))
     assert saver.wait() is None
-    return len(trainer.weights), train_steps(resumed(config, run_dir, 1), 1, 2)
+    return len(trainer.state.weights), train_steps(resumed(config, run_dir, 1), 1, 2)
 
 
 @pytest.mark.slow
@@ -180,5 +180,5 @@ def test_a_replica_may_own_nothing(ranks: RankPool, tmp_path: Path) -> None:
 
 def second_step(config: Config) -> Found:
     trainer = Trainer(config, open_corpus(config), CPU)
-    trainer.train_step(0)
+    trainer.step.run(0)
     return train_steps(trainer, 1, 2)

@@ -15,7 +15,7 @@ import pytest
 from support.ranks.progress import finish, run_program, wait_until
 from tpkernels.symmetric.signals import Signals, control_bytes, waits_for_peer, words_over
 
-from tpengine.observe.activity import Activity, Doing
+from tpengine.observe.activity import Activity, Doing, OtherRanks
 from tpengine.observe.watch import Watch
 
 # The program's clock moves only by `pass_time`, which then waits until the watch has looked at it and read its signals.
@@ -103,9 +103,11 @@ def test_a_blocked_main_thread_runs_no_handler_of_pythons(tmp_path: Path) -> Non
 
 
 def test_before_training_an_interrupt_ends_the_process_at_once(tmp_path: Path) -> None:
-    code, errors = leave("watch.parting = ': nothing yet'\n" + BLOCKED, tmp_path, signal.SIGINT)
+    code, errors = leave("activity.last_checkpoint = ': nothing yet'\n" + BLOCKED, tmp_path, signal.SIGINT)
     assert code == 130 and errors == ""  # rank 3: rank 0 speaks
-    code, errors = leave("watch._rank = 0\nwatch.parting = ': nothing yet'\n" + BLOCKED, tmp_path, signal.SIGINT)
+    code, errors = leave(
+        "watch._rank = 0\nactivity.last_checkpoint = ': nothing yet'\n" + BLOCKED, tmp_path, signal.SIGINT
+    )
     assert code == 130 and errors == "tpengine: interrupted: nothing yet\n"
 
 
@@ -123,7 +125,7 @@ def test_ranks_that_only_start_are_silent(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_while_training_a_signal_is_noted_and_nothing_ends(tmp_path: Path, number: signal.Signals) -> None:
     body = (
-        "watch.stoppable = True\nprint('ready', flush=True)\n"
+        "activity.stoppable = True\nprint('ready', flush=True)\n"
         "while not watch.stop:\n    activity.begin('0F0')\n    time.sleep(0.01)\n"
         "watch._rank = 0\nwatch.leave_stopped(watch.stop, 'saved')"
     )
@@ -148,7 +150,8 @@ def later(seconds: tuple[float, ...], when: str = "True") -> str:
 
 def test_a_blocked_main_thread_is_reported_after_a_signal(tmp_path: Path) -> None:
     body = (
-        "watch.stoppable = True\nwatch.explain = lambda what: f', waiting for {what}s peer'\nactivity.begin('0B1')\n"
+        "activity.stoppable = True\nactivity.ranks.explain = lambda what: f', waiting for {what}s peer'\n"
+        "activity.begin('0B1')\n"
         "activity.longest_seconds = 1.0\n"
     )
     code, errors = leave(body + later((4.9, 0.2), "watch.stop") + BLOCKED, tmp_path, signal.SIGTERM)
@@ -158,7 +161,7 @@ def test_a_blocked_main_thread_is_reported_after_a_signal(tmp_path: Path) -> Non
 
 
 def test_an_action_that_outlives_the_limit_is_reported(tmp_path: Path) -> None:
-    body = "activity.begin('0F2')\nwatch.timeout_seconds = 0.5\n"
+    body = "activity.begin('0F2')\nactivity.timeout_seconds = 0.5\n"
     code, errors = leave(body + later((0.4, 0.2)) + BLOCKED, tmp_path)
     report = "--train.timeout-seconds 0.5 is over: step 7, in 0F2 for 0.6 s"
     assert (code, errors) == (70, f"still here\ntpengine: rank 3 ends: {report}\n")
@@ -166,7 +169,7 @@ def test_an_action_that_outlives_the_limit_is_reported(tmp_path: Path) -> None:
 
 def test_what_is_not_timed_may_take_as_long_as_it_likes(tmp_path: Path) -> None:
     body = (
-        "activity.begin('writing', timed=False)\nwatch.timeout_seconds = 0.2\npass_time(1.5)\nsay('still here')\n"
+        "activity.begin('writing', timed=False)\nactivity.timeout_seconds = 0.2\npass_time(1.5)\nsay('still here')\n"
         "activity.begin('0F0')\npass_time(1)\nsay('and here')"
     )
     code, errors = leave(body, tmp_path)
@@ -176,18 +179,20 @@ def test_what_is_not_timed_may_take_as_long_as_it_likes(tmp_path: Path) -> None:
 def test_a_second_interrupt_ends_a_slow_save(tmp_path: Path) -> None:
     """The same Ctrl-C often arrives twice, from the terminal and from torchrun; a person's second comes later."""
     body = (
-        "watch._rank = 0\nwatch.stoppable = True\nactivity.begin('writing', timed=False)\n"
+        "watch._rank = 0\nactivity.stoppable = True\nactivity.begin('writing', timed=False)\n"
         "interrupt = lambda: (os.kill(os.getpid(), signal.SIGINT), pass_time(0))\n"
         "interrupt()\npass_time(1.9)\ninterrupt()\nsay('still here')\npass_time(0.2)\ninterrupt()\nsay('and here')"
     )
     code, errors = leave(body, tmp_path)
     assert code == 130 and errors == "still here\ntpengine: interrupted again: this step is lost\n"
-    code, errors = leave(body.replace("activity.begin", "watch.parting = ': saved in it'\nactivity.begin"), tmp_path)
+    code, errors = leave(
+        body.replace("activity.begin", "activity.last_checkpoint = ': saved in it'\nactivity.begin"), tmp_path
+    )
     assert code == 130 and errors == "still here\ntpengine: interrupted again: saved in it\n"
 
 
 def test_a_broken_explanation_does_not_swallow_the_report(tmp_path: Path) -> None:
-    body = "activity.begin('0F2')\nwatch.explain = lambda what: 1 / 0\nwatch.timeout_seconds = 0.3\n"
+    body = "activity.begin('0F2')\nactivity.ranks.explain = lambda what: 1 / 0\nactivity.timeout_seconds = 0.3\n"
     code, errors = leave(body + later((1.0,)) + BLOCKED, tmp_path)
     assert code == 70 and "whom it waited for is unknown: ZeroDivisionError" in errors
 
@@ -207,7 +212,7 @@ def test_a_finished_watch_gives_the_signals_back(tmp_path: Path) -> None:
 def test_a_rank_that_waits_for_nobody_is_never_given_up(tmp_path: Path) -> None:
     """A long forward pass is no sign of a dead peer: it ends, and the run saves."""
     body = (
-        "watch._rank = 0\nwatch.stoppable = True\nwatch.waits = lambda what: what != '0F0'\n"
+        "watch._rank = 0\nactivity.stoppable = True\nactivity.ranks.waits = lambda what: what != '0F0'\n"
         "activity.longest_seconds = 0.1\nactivity.begin('0F0')\nprint('ready', flush=True)\n"
         "while not watch.stop:\n    time.sleep(0.01)\n"
         "pass_time(7)\nwatch.leave_stopped(watch.stop, 'saved')"
@@ -231,7 +236,7 @@ def test_a_rank_that_torchrun_has_left_behind_stops_by_itself(tmp_path: Path) ->
     script, said = tmp_path / "program.py", tmp_path / "said"
     script.write_text(
         HEAD
-        + "    watch.stoppable = True\n    print('ready', flush=True)\n"
+        + "    activity.stoppable = True\n    print('ready', flush=True)\n"
         + "    while not watch.stop:\n        time.sleep(0.05)\n"
         + f"    open({str(said)!r}, 'w').write(str(watch.stop))\n"
     )
@@ -248,7 +253,7 @@ def test_a_rank_that_torchrun_has_left_behind_stops_by_itself(tmp_path: Path) ->
 
 
 def test_nohup_is_respected(tmp_path: Path) -> None:
-    body = "watch.stoppable = True\nprint('ready', flush=True)\ninput()\npass_time(0)\nsay(watch.stop)"
+    body = "activity.stoppable = True\nprint('ready', flush=True)\ninput()\npass_time(0)\nsay(watch.stop)"
     script = tmp_path / "program.py"
     script.write_text(
         "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
@@ -280,7 +285,7 @@ def stopped_watch(
     activity.step, activity.longest_seconds = 6, longest_seconds
     activity.now = Doing("0B1", 100.0, timed=True)
     watch = Watch(3, activity, lambda: now[0])
-    watch.stoppable, watch.pulse = True, pulse  # type: ignore[assignment]
+    activity.stoppable, watch._pulse = True, pulse  # type: ignore[assignment]
     watch.hear(number)
 
     def leave(code: int, line: str) -> NoReturn:
@@ -356,13 +361,18 @@ def test_who_must_leave_before_torchrun_kills_knows_how_long_it_can_stay(
     assert watch.seconds_left(60.0) == (0.0 if seconds == 17.0 else 60.0)
 
 
+class WaitsBut0F0(OtherRanks):
+    def waits(self, what: object) -> bool:
+        return what != "0F0"
+
+
 def test_a_rank_moves_if_it_begins_another_thing_or_waits_for_nobody() -> None:
     watch = Watch(0, Activity())
     watch.activity.begin("0F0")
     assert watch.moves()
     time.sleep(0.05)
     assert not watch.moves(), "asleep in a wait"
-    watch.waits = lambda what: what != "0F0"
+    watch.activity.ranks = WaitsBut0F0()
     assert watch.moves()
     watch.activity.begin("0F1")
     assert watch.moves() and not watch.moves()
@@ -383,9 +393,8 @@ def test_a_rank_that_computes_while_others_might_have_to_act_moves() -> None:
 
     take_time()
     assert watch.moves()
-    watch.computes_on_cores = False  # what waits for a GPU takes time on a core, too
     take_time()
-    assert not watch.moves()
+    assert not watch.moves(computes_on_cores=False), "what waits for a GPU takes time on a core, too"
 
 
 def test_a_rank_that_polls_for_a_peer_does_not_move() -> None:

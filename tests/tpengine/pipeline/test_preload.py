@@ -63,12 +63,12 @@ class Launches(TorchDispatchMode):
 def late_launches(config: Config, preloads: bool) -> tuple[list[str], int]:
     """Train a step; return what is launched for the first time while receives are posted, and how many come earlier."""
     trainer = Trainer(config, open_corpus(config), CPU)
-    trainer.preloads = preloads
+    trainer.step.preloads = preloads
     launches = Launches()
-    handlers: Any = trainer.executor.handlers
+    handlers: Any = trainer.step.executor.handlers
     for kind in TRANSFERS:
         handlers[kind] = launches.not_noted(handlers[kind])
-    trainer.pipeline.wait_for = launches.not_noted(trainer.pipeline.wait_for)  # type: ignore[method-assign]
+    trainer.step.pipeline.wait_for = launches.not_noted(trainer.step.pipeline.wait_for)  # type: ignore[method-assign]
     early: set[str] = set()
 
     def ending(call: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -82,7 +82,7 @@ def late_launches(config: Config, preloads: bool) -> tuple[list[str], int]:
     for kind in (Kind.TIE_REDUCE, Kind.CLIP):
         handlers[kind] = ending(handlers[kind])
     with launches:
-        trainer.train_step(0)
+        trainer.step.run(0)
     assert launches.posted
     return sorted(early), len(launches.before)
 
@@ -121,7 +121,7 @@ def test_without_the_pass_most_kernels_are_launched_late(ranks: RankPool) -> Non
 
 def outcome(config: Config, preloads: bool) -> Outcome:
     trainer = Trainer(config, open_corpus(config), CPU)
-    trainer.preloads = preloads
+    trainer.step.preloads = preloads
     return outcome_of(trainer)
 
 
@@ -161,7 +161,7 @@ def connected(config: Config) -> int:
 
     dist.batch_isend_irecv = noting  # type: ignore[assignment]
     try:
-        connect(trainer.plan, trainer.mesh.at.pp, trainer.mesh.pp, CPU)
+        connect(trainer.state.part.plan, trainer.state.rank.mesh.at.pp, trainer.state.rank.mesh.pp, CPU)
     finally:
         dist.batch_isend_irecv = post
     return len(posted)

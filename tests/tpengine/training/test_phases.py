@@ -16,7 +16,6 @@ from support.ranks.rank_pool import RankPool
 from tpengine.checkpoint.run.resume import find_checkpoint
 from tpengine.config import Config, phases_of, validate_run
 from tpengine.data import open_corpora
-from tpengine.training.phase_parts import enter_phase_of
 from tpengine.training.state.checkpoints import RunCheckpoints
 from tpengine.training.state.restoring import restore_newest
 from tpengine.training.trainer import Trainer
@@ -58,17 +57,19 @@ def go_on(config: Config, dies_before: int) -> dict[int, tuple[str, str, float, 
     phases = phases_of(config)
     corpora = open_corpora(phases)
     trainer = Trainer(config, corpora[0], CPU, corpora=corpora)
-    found = restore_newest(trainer, find_checkpoint(config, [corpus.fingerprint() for corpus in corpora]))
+    found = restore_newest(
+        trainer.state, trainer.planned, find_checkpoint(config, [corpus.fingerprint() for corpus in corpora])
+    )
     first = 0 if found is None else found.index.step
     run_dir = Path(config.run_dir) if torch.distributed.get_rank() == 0 else None
     if run_dir is not None:
         run_dir.mkdir(exist_ok=True)
     numbers = {}
-    with RunCheckpoints(trainer, run_dir) as checkpoints:
+    with RunCheckpoints(trainer.state, trainer.planned, run_dir) as checkpoints:
         for step in range(first, dies_before):
-            enter_phase_of(trainer, step)
-            result = trainer.train_step(step)
-            numbers[step] = result.loss.hex(), result.grad_norm.hex(), result.lr, trainer.model.parts.table_size
+            trainer.enter_phase_of(step)
+            result = trainer.step.run(step)
+            numbers[step] = result.loss.hex(), result.grad_norm.hex(), result.lr, trainer.state.model.parts.table_size
             checkpoints.after_step(step + 1)
     return numbers
 

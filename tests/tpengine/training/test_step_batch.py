@@ -29,8 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpengine.config import Config
 from tpengine.data import Samples, open_corpus, open_tokens, write_tokens
+from tpengine.training.planned_run import RunError
 from tpengine.training.step_batch import BatchReader
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -44,18 +45,20 @@ def other_tokens(samples: Samples) -> Samples:
 
 def read_instead(trainer: Trainer, samples: Samples) -> None:
     """Let this rank read other samples than those that all ranks have agreed on."""
-    ends = trainer.layout.ranks[0], trainer.layout.ranks[-1]
-    trainer.reader = BatchReader(trainer.config, samples, trainer.mesh, ends, trainer.device)
+    ends = trainer.state.part.layout.ranks[0], trainer.state.part.layout.ranks[-1]
+    trainer.step.reader = BatchReader(
+        trainer.state.part.config, samples, trainer.state.rank.mesh, ends, trainer.state.rank.device
+    )
 
 
 def step_on_another_text(config: Config, rank: int) -> tuple[str, bool]:
     """One rank's file differs. Return the error, and whether anything has been updated."""
     trainer = Trainer(config, open_corpus(config), CPU)
     if dist.get_rank() == rank:
-        read_instead(trainer, other_tokens(trainer.corpus.train))
+        read_instead(trainer, other_tokens(trainer.state.part.corpus.train))
     before = digests_of(trainer)
     try:
-        trainer.train_step(6)
+        trainer.step.run(6)
     except RunError as error:
         after = digests_of(trainer)
         return str(error), any(after[key] != before[key] for key in after if key[2] != "gradient")
@@ -87,12 +90,12 @@ def step_on_a_bad_text(config: Config, path: str, bad: int) -> tuple[str, bool]:
     """
     trainer = Trainer(config, open_corpus(config), CPU)
     if dist.get_rank() == bad:
-        read_instead(trainer, replace(trainer.corpus.train, tokens=open_tokens(path).tokens))
+        read_instead(trainer, replace(trainer.state.part.corpus.train, tokens=open_tokens(path).tokens))
         if path.endswith("short"):
             os.truncate(path, 100)
     before = digests_of(trainer)
     try:
-        trainer.train_step(6)
+        trainer.step.run(6)
     except RunError as error:
         after = digests_of(trainer)
         return str(error), any(after[key] != before[key] for key in after if key[2] != "gradient")
@@ -127,7 +130,7 @@ def steps_read(config: Config) -> tuple[int, int, bool]:
     original = Samples.read_with_starts
     with patch.object(Samples, "read_with_starts", autospec=True, side_effect=original) as read:
         for step in range(config.train.steps - 1):
-            trainer.train_step(step)
+            trainer.step.run(step)
         trainer.close()
     is_left = any(thread.name == "tpengine-read-ahead" for thread in set(threading.enumerate()) - others)
     return len({tuple(call.args[1].tolist()) for call in read.call_args_list}), read.call_count, is_left
@@ -201,9 +204,9 @@ def counted() -> Iterator[tuple[Counter[str], Counter[str], Counter[str]]]:
 
 def counts_of_a_step(config: Config) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     trainer = Trainer(config, open_corpus(config), CPU)
-    trainer.train_step(0)
+    trainer.step.run(0)
     with counted() as (reads, waits, collectives):
-        trainer.train_step(1, lambda: [1.0, 2.0])
+        trainer.step.run(1, lambda: [1.0, 2.0])
     return dict(reads), dict(waits), dict(collectives)
 
 

@@ -23,7 +23,8 @@ from tpengine.pipeline.executor import Trace
 from tpengine.plan import parse_action
 from tpengine.training.evaluation.held_out import held_out_loss
 from tpengine.training.evaluation.sampling import sample
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.planned_run import RunError
+from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 # An axis each; several together are slow.
@@ -37,11 +38,11 @@ def traced_step(config: Config) -> tuple[list[str], list[tuple[str, int, int]], 
     trainer = Trainer(config, open_corpus(config), CPU, trace)
     inputs: set[int] = set()
     output_grads: set[int] = set()
-    for stage in trainer.stages.values():
+    for stage in trainer.step.stages.values():
         stage.receive_input = noting(stage.receive_input, inputs)  # type: ignore[method-assign]
         stage.receive_output_grad = noting(stage.receive_output_grad, output_grads)  # type: ignore[method-assign]
-    trainer.train_step(0)
-    verified = [str(action) for action in trainer.plan.actions[trainer.mesh.at.pp]]
+    trainer.step.run(0)
+    verified = [str(action) for action in trainer.state.part.plan.actions[trainer.state.rank.mesh.at.pp]]
     slots = {"RECV_F": len(inputs), "RECV_B": len(output_grads)}
     return verified, [(e.action, e.begin_ns, e.end_ns) for e in trace.events], slots
 
@@ -67,7 +68,7 @@ def overlapped_step(config: Config) -> tuple[list[str], list[str]]:
     """Train one step; return the reductions in the plan's order, and contributions and reductions as they came."""
     trainer = Trainer(config, open_corpus(config), CPU)
     events: list[str] = []
-    contributed, reduce = trainer.buckets.contributed, trainer.buckets.reduce
+    contributed, reduce = trainer.state.buckets.contributed, trainer.state.buckets.reduce
 
     def record_contribution(bucket: int) -> None:
         events.append("contribution")
@@ -77,10 +78,10 @@ def overlapped_step(config: Config) -> tuple[list[str], list[str]]:
         events.append(f"r{index}")
         return reduce(index)
 
-    trainer.buckets.contributed = record_contribution  # type: ignore[method-assign]
-    trainer.buckets.reduce = record_reduction  # type: ignore[method-assign]
-    trainer.train_step(0)
-    actions = trainer.plan.actions[trainer.mesh.at.pp]
+    trainer.state.buckets.contributed = record_contribution  # type: ignore[method-assign]
+    trainer.state.buckets.reduce = record_reduction  # type: ignore[method-assign]
+    trainer.step.run(0)
+    actions = trainer.state.part.plan.actions[trainer.state.rank.mesh.at.pp]
     return [str(sub) for action in actions for sub in action.reduces], events
 
 
@@ -120,8 +121,8 @@ def test_receive_buffers_are_as_many_as_the_plan_needs(ranks: RankPool) -> None:
 
 def evaluate_and_sample(config: Config) -> tuple[float, list[int]]:
     trainer = Trainer(config, open_corpus(config), CPU)
-    trainer.train_step(0)
-    return held_out_loss(trainer), sample(trainer, [100, 101], 40)
+    trainer.step.run(0)
+    return held_out_loss(trainer.state), sample(trainer.state, [100, 101], 40)
 
 
 @pytest.mark.slow
@@ -198,7 +199,7 @@ def test_a_token_beyond_the_vocabulary_stops_every_replica(ranks: RankPool, tmp_
 
 def losses(config: Config, steps: int) -> list[float]:
     trainer = Trainer(config, open_corpus(config), CPU)
-    return [trainer.train_step(step).loss for step in range(steps)]
+    return [trainer.step.run(step).loss for step in range(steps)]
 
 
 @pytest.mark.slow
@@ -219,7 +220,7 @@ def test_narrow_dtypes_follow_float64(ranks: RankPool, dtype: str, tp: int, pp: 
 def first_step_error(config: Config) -> str:
     trainer = Trainer(config, open_corpus(config), CPU)
     try:
-        trainer.train_step(0)
+        trainer.step.run(0)
     except RunError as error:
         return str(error)
     return "no error"
@@ -234,7 +235,7 @@ def test_a_step_without_any_target_is_refused(ranks: RankPool, tmp_path: Path) -
 
 
 def held_out(config: Config) -> float | None:
-    return held_out_loss(Trainer(config, open_corpus(config), CPU))
+    return held_out_loss(Trainer(config, open_corpus(config), CPU).state)
 
 
 @pytest.mark.slow
@@ -253,11 +254,11 @@ def test_held_out_samples_count_once_and_valid_targets_only(ranks: RankPool, tmp
 def exploding(config: Config) -> list[tuple[str, str, bool]]:
     """Weights of the first stage alone are not finite: the loss is made on the last."""
     trainer = Trainer(config, open_corpus(config), CPU)
-    if trainer.mesh.at.pp == 0:
+    if trainer.state.rank.mesh.at.pp == 0:
         with torch.no_grad():
-            for parameter in trainer.model.parameters():
+            for parameter in trainer.state.model.parameters():
                 parameter.fill_(torch.inf)
-    results = [trainer.train_step(step) for step in range(2)]
+    results = [trainer.step.run(step) for step in range(2)]
     return [(str(result.loss), str(result.grad_norm), result.skipped) for result in results]
 
 
@@ -279,6 +280,6 @@ def initial_masters(config: Config) -> tuple[bool, bool]:
     """Whether masters are float32's initial values, and weights their roundings."""
     trainer = Trainer(config, open_corpus(config), CPU)
     wide = Trainer(replace(config, train=replace(config.train, dtype="float32")), open_corpus(config), CPU)
-    masters, held = trainer.optimizer.masters, trainer.model.held
-    are_wide = all(torch.equal(masters[name], weight) for name, weight in wide.model.held.items())
+    masters, held = trainer.state.optimizer.masters, trainer.state.model.held
+    are_wide = all(torch.equal(masters[name], weight) for name, weight in wide.state.model.held.items())
     return are_wide, all(torch.equal(held[name], masters[name].bfloat16()) for name in held)

@@ -24,6 +24,7 @@ from tpengine.layout.parameters import EMBEDDING, HEAD, Piece, leaf_parts
 from tpengine.model.block import Block
 from tpengine.pipeline.executor import Handler
 from tpengine.plan import Action, Kind
+from tpengine.training.train_state import TrainState
 from tpengine.training.trainer import Trainer
 
 # More than there are places within one layer.
@@ -44,16 +45,16 @@ class Witness:
         self._step = 0
         self._block_length = config.train.num_micro_batches * (config.parallel.dp or 1) // num_blocks(config)
         self._observations: list[Observation] = []
-        assert self.trainer.buckets.blocks is not None, "fast mode has no bits to certify"
+        assert self.trainer.state.buckets.blocks is not None, "fast mode has no bits to certify"
         self._watch_blocks()
         _after_sums(self.trainer, self._see_sums)
-        self.trainer.executor.handlers = {**self.trainer.executor.handlers, **self._watched_handlers()}
+        self.trainer.step.executor.handlers = {**self.trainer.step.executor.handlers, **self._watched_handlers()}
         self._watch_modules()
 
     def step(self, step: int) -> tuple[list[Observation], float]:
         """Run a step; return the observations and the loss."""
         self._step, self._observations = step, []
-        result = self.trainer.train_step(step)
+        result = self.trainer.step.run(step)
         for depth, name in enumerate(("loss", "grad_norm", "lr")):
             value = torch.tensor(getattr(result, name), dtype=torch.float64)
             self._see(Phase.UPDATE, self._depth_of_head() * 2 + depth, f"reported {name}", value)
@@ -62,17 +63,17 @@ class Witness:
     def _see(
         self, phase: Phase, depth: int, name: str, tensor: Tensor, *, shard: int = -1, of_microbatch: bool = False
     ) -> None:
-        microbatch = self.trainer.model.position.microbatch if of_microbatch else -1
+        microbatch = self.trainer.state.model.position.microbatch if of_microbatch else -1
         place = Place(self._step, phase, microbatch, depth, name, shard)
-        self._observations.append(Observation(place, digest(tensor), str(self.trainer.activity.now.what)))
+        self._observations.append(Observation(place, digest(tensor), str(self.trainer.state.rank.activity.now.what)))
 
     def _see_blocks_of_tokens(self, phase: Phase, depth: int, name: str, rows: Tensor) -> None:
-        held = self.trainer.model.parts.held
+        held = self.trainer.state.model.parts.held
         for shard, block in zip(held, rows.detach().chunk(len(held)), strict=True):
             self._see(phase, depth, name, block, shard=shard, of_microbatch=True)
 
     def _watch_modules(self) -> None:
-        model = self.trainer.model
+        model = self.trainer.state.model
         if model.is_first:
             self._watch_output(model.embed_tokens, "embed_tokens", 0)
         for number, block in model.layers.items():
@@ -87,7 +88,7 @@ class Witness:
 
     def _watch_input(self, module: nn.Module, name: str, depth: int) -> None:
         def see(_: nn.Module, given: tuple[Tensor, int]) -> None:
-            if self.trainer.model.position.training:
+            if self.trainer.state.model.position.training:
                 self._see_blocks_of_tokens(Phase.FORWARD, depth, f"input of {name}", given[0])
 
         module.register_forward_pre_hook(see)
@@ -98,7 +99,7 @@ class Witness:
             self._see_blocks_of_tokens(Phase.BACKWARD, self._depth_down(name), what, gradient)
 
         def see(_: nn.Module, __: Any, output: Tensor) -> None:
-            if not self.trainer.model.position.training:
+            if not self.trainer.state.model.position.training:
                 return
             self._see_blocks_of_tokens(Phase.FORWARD, depth, f"output of {name}", output)
             if output.requires_grad:
@@ -107,22 +108,22 @@ class Witness:
         module.register_forward_hook(see)
 
     def _see_logits(self, _: nn.Module, __: Any, logits: Tensor) -> None:
-        if self.trainer.model.position.training:
-            for shard, z in zip(self.trainer.model.parts.held, logits.detach(), strict=True):
+        if self.trainer.state.model.position.training:
+            for shard, z in zip(self.trainer.state.model.parts.held, logits.detach(), strict=True):
                 self._see(Phase.FORWARD, self._depth_of_head(), "logits", z, shard=shard, of_microbatch=True)
 
     def _watched_handlers(self) -> dict[Kind, Handler]:
-        handlers = self.trainer.executor.handlers
+        handlers = self.trainer.step.executor.handlers
 
         def forward(action: Action) -> None:
             handlers[Kind.F](action)
-            if action.piece[0] == len(self.trainer.plan.chunks) - 1:
-                loss = self.trainer.batch.losses[self.trainer.model.position.microbatch]
+            if action.piece[0] == len(self.trainer.state.part.plan.chunks) - 1:
+                loss = self.trainer.step.batch.losses[self.trainer.state.model.position.microbatch]
                 self._see(Phase.FORWARD, self._depth_of_head() + 1, "loss", loss, of_microbatch=True)
 
         def clip(action: Action) -> None:
             handlers[Kind.CLIP](action)
-            self._see(Phase.UPDATE, 0, "gradient norm", self.trainer.grad_norm)
+            self._see(Phase.UPDATE, 0, "gradient norm", self.trainer.step.grad_norm)
 
         def step(action: Action) -> None:
             handlers[Kind.STEP](action)
@@ -132,7 +133,7 @@ class Witness:
 
     def _watch_blocks(self) -> None:
         """See each bucket when it holds the sum of a block of micro-batches."""
-        buckets = self.trainer.buckets
+        buckets = self.trainer.state.buckets
         end_block = buckets.end_block
 
         def seen(index: int) -> None:
@@ -142,11 +143,11 @@ class Witness:
         buckets.end_block = seen  # type: ignore[method-assign]
 
     def _see_block(self, gradients: Mapping[str, Tensor]) -> None:
-        held = self.trainer.model.parts.held
+        held = self.trainer.state.model.parts.held
         for leaf, gradient in gradients.items():
             name, rank, head = leaf_parts(leaf)
             # The last stage's copy of tied embeddings is used as the head.
-            head = head or (name == EMBEDDING and not self.trainer.model.is_first)
+            head = head or (name == EMBEDDING and not self.trainer.state.model.is_first)
             use = " as output head" if head else ""
             if self._block_length > 1:
                 use += f", over {self._block_length} micro-batches to the last"
@@ -160,32 +161,32 @@ class Witness:
             )
 
     def _see_sums(self) -> None:
-        for name, piece in self.trainer.model.pieces.items():
+        for name, piece in self.trainer.state.model.pieces.items():
             self._see(
                 Phase.SUM,
                 self._depth_down(piece.spec.name),
                 f"{GRADIENT}{piece.spec.name}",
-                whole(self.trainer, name, self.trainer.gradients.of.get(name)),
+                whole(self.trainer.state, name, self.trainer.state.gradients.of.get(name)),
                 shard=_shard(piece),
             )
 
     def _see_update(self) -> None:
         trainer = self.trainer
-        dtype = trainer.model.held[next(iter(trainer.model.held))].dtype
+        dtype = trainer.state.model.held[next(iter(trainer.state.model.held))].dtype
         kinds = ["exp_avg", "exp_avg_sq"] + ["master"] * (accumulation_dtype(dtype) != dtype)
-        for name, piece in trainer.model.pieces.items():
-            depth, found = self._depth_down(piece.spec.name), trainer.optimizer
-            states = found.state_of(name) if name in trainer.weights else {}
+        for name, piece in trainer.state.model.pieces.items():
+            depth, found = self._depth_down(piece.spec.name), trainer.state.optimizer
+            states = found.state_of(name) if name in trainer.state.weights else {}
             for kind in kinds:
-                tensor = whole(trainer, name, states.get(kind))
+                tensor = whole(trainer.state, name, states.get(kind))
                 self._see(
                     Phase.UPDATE, 1 + depth, f"{OPTIMIZER}{kind} of {piece.spec.name}", tensor, shard=_shard(piece)
                 )
-            weight = whole(trainer, name, trainer.weights.get(name), dtype)
+            weight = whole(trainer.state, name, trainer.state.weights.get(name), dtype)
             self._see(Phase.UPDATE, 1 + depth, f"{WEIGHT}{piece.spec.name}", weight, shard=_shard(piece))
 
     def _depth_of_head(self) -> int:
-        return (self.trainer.config.model.num_layers + 1) * _PLACES
+        return (self.trainer.state.part.config.model.num_layers + 1) * _PLACES
 
     def _depth_down(self, name: str) -> int:
         """Return at which depth backward reaches the output of a module, or a parameter, by its name."""
@@ -194,7 +195,7 @@ class Witness:
             return self._depth_of_head() + len(path) if path[0] == "embed_tokens" else 0
         module = path[2] if len(path) > 2 else ""
         within, parameter, _ = module.partition(".")
-        layers_above = self.trainer.config.model.num_layers - 1 - int(path[1])
+        layers_above = self.trainer.state.part.config.model.num_layers - 1 - int(path[1])
         return (layers_above + 1) * _PLACES + _BACKWARD.index(within + parameter)
 
 
@@ -227,7 +228,7 @@ class Gradients:
         self.trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
         dtype = getattr(torch, weights_in)
         with torch.no_grad():
-            for parameter in self.trainer.model.held.values():
+            for parameter in self.trainer.state.model.held.values():
                 # Rounded twice, as a weight is whose master has a wider dtype.
                 parameter.copy_(parameter.to(accumulation_dtype(dtype)).to(dtype))
         _after_sums(self.trainer, self._keep)
@@ -235,31 +236,31 @@ class Gradients:
 
     def step(self, step: int) -> list[Values]:
         """Run a step; return this rank's blocks of the gradients before clipping, and of the losses."""
-        self.trainer.train_step(step)
-        if not self.trainer.model.is_last:
+        self.trainer.step.run(step)
+        if not self.trainer.state.model.is_last:
             return self._kept
-        losses = self.trainer.batch.losses.numpy().copy()
+        losses = self.trainer.step.batch.losses.numpy().copy()
         return [*self._kept, Values("loss of each micro-batch", (0,), losses.shape, losses)]
 
     def _keep(self) -> None:
         self._kept = []
-        for name, piece in self.trainer.model.pieces.items():
-            values = whole(self.trainer, name, self.trainer.gradients.of.get(name)).double().numpy().copy()
+        for name, piece in self.trainer.state.model.pieces.items():
+            values = whole(self.trainer.state, name, self.trainer.state.gradients.of.get(name)).double().numpy().copy()
             self._kept.append(Values(piece.spec.name, piece.block[0], piece.spec.shape, values))
 
 
 def _after_sums(trainer: Trainer, see: Callable[[], None]) -> None:
     """Have a trainer call `see` when all sums of its gradients are complete."""
-    finish = trainer.gradients.finish
+    finish = trainer.state.gradients.finish
 
     def finished() -> None:
         finish()
         see()
 
-    trainer.gradients.finish = finished  # type: ignore[method-assign]
+    trainer.state.gradients.finish = finished  # type: ignore[method-assign]
 
 
-def whole(trainer: Trainer, name: str, tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+def whole(state: TrainState, name: str, tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
     """Return the whole of what replicas own parts of (ZeRO); collective over them.
 
     Args:
@@ -267,17 +268,17 @@ def whole(trainer: Trainer, name: str, tensor: Tensor | None, dtype: torch.dtype
         tensor: this replica's elements of it; None if it owns none; whole where replicas own no parts.
         dtype: of the elements; default that in which gradients are added.
     """
-    if trainer.sliced is None:
+    if state.sliced is None:
         assert tensor is not None, f"nothing is held of {name}"
         return tensor
-    held = trainer.model.held[name]
+    held = state.model.held[name]
     dtype = dtype or accumulation_dtype(held.dtype)
     found = torch.zeros(held.numel(), dtype=dtype)
     if tensor is not None:
-        found[trainer.sliced.parts[name].in_tensor] = tensor.detach()
+        found[state.sliced.parts[name].in_tensor] = tensor.detach()
     # Bits, to which other replicas add zeros: -0.0 + 0.0 would be 0.0.
     bits = found.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
-    return trainer.comms.dp.all_reduce_(bits).view(dtype).view(held.shape)
+    return state.rank.comms.dp.all_reduce_(bits).view(dtype).view(held.shape)
 
 
 def digest(tensor: Tensor) -> str:

@@ -20,7 +20,8 @@ from tpengine.observe.console import show_sample, texts_of
 from tpengine.training.evaluation.forward_pass import ForwardPass
 from tpengine.training.evaluation.held_out import HeldOutLoss, evaluation_pass, held_out_losses
 from tpengine.training.evaluation.sampling import read_prompt, sample
-from tpengine.training.trainer import Trainer
+from tpengine.training.planned_run import PlannedPhase
+from tpengine.training.train_state import TrainState
 
 _PROMPT_TOKENS = 16
 
@@ -29,7 +30,7 @@ class Evaluation:
     """Evaluates one run; all methods but those that ask what is due are collective.
 
     Args:
-        trainer: has the model.
+        state: has the model.
         run_dir: where samples.jsonl goes, on rank 0; None elsewhere.
         console: where samples are shown.
         decode: returns what makes text of tokens, or None where they are shown as they are; asked once.
@@ -41,16 +42,16 @@ class Evaluation:
 
     def __init__(
         self,
-        trainer: Trainer,
+        state: TrainState,
         run_dir: Path | None,
         console: Console,
         decode: Callable[[], Callable[[list[int]], str] | None],
         first_step: int = 0,
     ) -> None:
-        self._trainer, self._console, self._find_decode = trainer, console, decode
+        self._state, self._console, self._find_decode = state, console, decode
         self._path = None if run_dir is None else run_dir / "samples.jsonl"
         self._decode: Callable[[list[int]], str] | None = None
-        self._forward: tuple[int, ForwardPass] | None = None
+        self._forward: tuple[PlannedPhase, ForwardPass] | None = None
         self.seconds = 0.0
         self.go_back(first_step)
 
@@ -62,13 +63,13 @@ class Evaluation:
 
     def is_due(self, num_steps: int) -> bool:
         """Return whether the held-out loss follows this many steps: every train.eval_every, and the last."""
-        train = self._trainer.config.train
+        train = self._state.part.config.train
         is_last = num_steps == train.steps
         return train.eval_micro_batches > 0 and (is_last or _is_multiple(num_steps, train.eval_every))
 
     def samples_at(self, num_steps: int) -> bool:
         """Return whether a sample follows this many steps; that of the last step is drawn at the run's end."""
-        train = self._trainer.config.train
+        train = self._state.part.config.train
         return train.sample_tokens > 0 and num_steps < train.steps and _is_multiple(num_steps, train.sample_every)
 
     def held_out_losses(self) -> HeldOutLoss:
@@ -78,11 +79,11 @@ class Evaluation:
             RunError: as held_out.held_out_losses.
         """
         begin = time.perf_counter()
-        phase = self._trainer.phase.number
-        if self._forward is None or self._forward[0] != phase:
+        part = self._state.part
+        if self._forward is None or self._forward[0] is not part:
             # Its plan is verified once in a phase.
-            self._forward = phase, evaluation_pass(self._trainer)
-        loss = held_out_losses(self._trainer, self._forward[1])
+            self._forward = part, evaluation_pass(self._state)
+        loss = held_out_losses(self._state, self._forward[1])
         self.seconds += time.perf_counter() - begin
         return loss
 
@@ -92,12 +93,12 @@ class Evaluation:
         Raises:
             RunError: on all ranks alike: the text of the prompt cannot be read.
         """
-        trainer, begin = self._trainer, time.perf_counter()
-        prompt = read_prompt(trainer, _PROMPT_TOKENS)
-        tokens = sample(trainer, prompt, trainer.config.train.sample_tokens)
+        state, begin = self._state, time.perf_counter()
+        prompt = read_prompt(state, _PROMPT_TOKENS)
+        tokens = sample(state, prompt, state.part.config.train.sample_tokens)
         if self._path is not None:
             self._decode = self._decode or self._find_decode()
-            texts = texts_of(tokens, len(prompt), trainer.config.model.vocab_size, self._decode)
+            texts = texts_of(tokens, len(prompt), state.part.config.model.vocab_size, self._decode)
             show_sample(self._console, *texts)
             self._keep(num_steps, tokens, texts)
         self.seconds += time.perf_counter() - begin
@@ -106,7 +107,7 @@ class Evaluation:
         assert self._path is not None
         named = numbered(num_steps - 1)
         line = json.dumps({**named, "prompt": texts[0], "text": texts[1], "tokens": tokens})
-        self._trainer.activity.begin("writing a sample", timed=False)
+        self._state.rank.activity.begin("writing a sample", timed=False)
         try:
             with self._path.open("a") as file:
                 file.write(line + "\n")

@@ -1,4 +1,4 @@
-"""A pass of micro-batches through the trainer's model without training, pipelined, by a verified forward-only plan."""
+"""A pass of micro-batches through a run's model without training, pipelined, by a verified forward-only plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tpengine.layout.step_plan import forward_plan
 from tpengine.pipeline.executor import Executor
 from tpengine.pipeline.handlers import RankPipeline
 from tpengine.plan import Kind
-from tpengine.training.trainer import Trainer
+from tpengine.training.train_state import TrainState
+from tpengine.training.weight_moves import WeightMoves
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,16 @@ class _Evaluated:
 
 
 class ForwardPass:
-    """Runs the trainer's model forward over given micro-batches, pipelined.
+    """Runs the model of a state forward over given micro-batches, pipelined.
 
     Args:
-        trainer: has the model and the mesh.
+        state: has the model, in a phase.
         num_micro_batches, micro_batch_size: per replica and pass.
     """
 
-    def __init__(self, trainer: Trainer, num_micro_batches: int, micro_batch_size: int) -> None:
-        self._trainer = trainer
-        self._plan = forward_plan(trainer.config, trainer.layout, num_micro_batches, micro_batch_size)
+    def __init__(self, state: TrainState, num_micro_batches: int, micro_batch_size: int) -> None:
+        self._state = state
+        self._plan = forward_plan(state.part.config, state.part.layout, num_micro_batches, micro_batch_size)
 
     def run(
         self, tokens: Tensor, on_logits: Callable[[Tensor, int], None], documents: tuple[Documents, ...] = ()
@@ -62,9 +63,10 @@ class ForwardPass:
             on_logits: (logits[T, V/tp], micro-batch) -> None; called on the last stage.
             documents: those of each micro-batch, on every stage; none where sequences are whole.
         """
-        trainer = self._trainer
-        at = trainer.mesh.at.pp
-        stages = trainer.make_stages(_Evaluated(tokens, on_logits, trainer.model.position, documents))
-        pipeline = RankPipeline(self._plan, at, stages, trainer.mesh.pp, trainer.device, trainer.mailbox)
-        handlers = {**trainer.moves.around(pipeline.handlers()), Kind.WAIT: trainer.moves.waiting(pipeline.wait_for)}
-        Executor(dist.get_rank(), handlers, activity=trainer.activity).run(self._plan.actions[at])
+        state, rank = self._state, self._state.rank
+        at = rank.mesh.at.pp
+        stages = state.stages(_Evaluated(tokens, on_logits, state.model.position, documents))
+        pipeline = RankPipeline(self._plan, at, stages, rank.mesh.pp, rank.device, rank.mailbox)
+        moves = WeightMoves(state.sliced, lambda _: None, state.model.release)
+        handlers = {**moves.around(pipeline.handlers()), Kind.WAIT: moves.waiting(pipeline.wait_for)}
+        Executor(dist.get_rank(), handlers, activity=rank.activity).run(self._plan.actions[at])

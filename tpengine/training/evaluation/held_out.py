@@ -17,8 +17,9 @@ from tpengine.distributed.process import to_device
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
 from tpengine.layout.step_plan import evaluation_micro_batches
 from tpengine.training.evaluation.forward_pass import ForwardPass
+from tpengine.training.planned_run import RunError
 from tpengine.training.step_batch import documents_of
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -34,59 +35,59 @@ class HeldOutLoss:
     of_source: dict[str, float] = field(default_factory=dict)
 
 
-def evaluation_pass(trainer: Trainer) -> ForwardPass:
+def evaluation_pass(state: TrainState) -> ForwardPass:
     """Return the pass over a replica's held-out micro-batches."""
-    return ForwardPass(trainer, evaluation_micro_batches(trainer.config), trainer.config.train.micro_batch_size)
+    return ForwardPass(state, evaluation_micro_batches(state.part.config), state.part.config.train.micro_batch_size)
 
 
-def held_out_loss(trainer: Trainer, forward: ForwardPass | None = None) -> float | None:
+def held_out_loss(state: TrainState, forward: ForwardPass | None = None) -> float | None:
     """Return the held-out loss of all sources; as `held_out_losses`."""
-    return held_out_losses(trainer, forward).of_all
+    return held_out_losses(state, forward).of_all
 
 
-def held_out_losses(trainer: Trainer, forward: ForwardPass | None = None) -> HeldOutLoss:
+def held_out_losses(state: TrainState, forward: ForwardPass | None = None) -> HeldOutLoss:
     """Compute the mean loss over the valid targets of the first held-out samples.
 
     Their number (config.num_evaluated) is of all replicas, which share the micro-batches as evenly as possible. No
     sample counts twice, so that a short held-out text gives fewer. Collective; equal on all ranks.
 
     Args:
-        forward: the evaluation_pass of this trainer, to verify its plan once for many calls.
+        forward: the evaluation_pass of this state, in its phase, to verify its plan once for many calls.
 
     Raises:
         RunError: on all ranks alike: a rank cannot read its samples, or ranks of a replica have read different ones.
     """
-    config, mesh = trainer.config, trainer.mesh
+    config, mesh, comms, device = state.part.config, state.rank.mesh, state.rank.comms, state.rank.device
     size = config.train.micro_batch_size
     # Read this replica's samples; those beyond the last one do not count.
     each = evaluation_micro_batches(config)
     first = mesh.at.dp * each * size
-    tokens, labels, starts = _read_held_out(trainer, first, each * size)
-    held_out = trainer.corpus.held_out
+    tokens, labels, starts = _read_held_out(state, first, each * size)
+    held_out = state.part.corpus.held_out
     last = min(num_evaluated(config.train), held_out.num_windows)
     labels[max(last - first, 0) :] = IGNORED_LABEL
-    tokens, labels = (to_device(part.view(each, -1), trainer.device) for part in (tokens, labels))
+    tokens, labels = (to_device(part.view(each, -1), device) for part in (tokens, labels))
     # Loss and number of targets of each source of each micro-batch have a place: others add zeros there, which is exact
     # in any order.
     sources = held_out.place(np.arange(first, first + each * size))[0].reshape(each, size)
-    sums = torch.zeros(2, len(held_out.names), mesh.shape.dp * each, dtype=torch.float64, device=trainer.device)
+    sums = torch.zeros(2, len(held_out.names), mesh.shape.dp * each, dtype=torch.float64, device=device)
 
     def add_loss(logits: Tensor, microbatch: int) -> None:
         place, of_samples = mesh.at.dp * each + microbatch, sources[microbatch]
         for source in np.unique(of_samples).tolist():
             is_of = torch.from_numpy(of_samples == source).repeat_interleave(config.train.seq_len)
-            target = labels[microbatch].masked_fill(~to_device(is_of, trainer.device), IGNORED_LABEL)
-            loss = vocab_parallel_cross_entropy(logits, target, config.model.vocab_size, trainer.comms.tp)
+            target = labels[microbatch].masked_fill(~to_device(is_of, device), IGNORED_LABEL)
+            loss = vocab_parallel_cross_entropy(logits, target, config.model.vocab_size, comms.tp)
             sums[0, source, place], sums[1, source, place] = loss, (target != IGNORED_LABEL).sum()
 
     # Run the model, then sum over replicas and stages.
-    documents = documents_of(starts, config.train.seq_len, size, trainer.device)
-    (forward or evaluation_pass(trainer)).run(tokens, add_loss, documents)
-    trainer.activity.begin("summing the held-out loss")
-    trainer.comms.dp.all_reduce_(sums)
-    trainer.comms.pp.all_reduce_(sums)
+    documents = documents_of(starts, config.train.seq_len, size, device)
+    (forward or evaluation_pass(state)).run(tokens, add_loss, documents)
+    state.rank.activity.begin("summing the held-out loss")
+    comms.dp.all_reduce_(sums)
+    comms.pp.all_reduce_(sums)
     totals, num_valid = [math.fsum(of_source) for of_source in sums[0].tolist()], sums[1].sum(1).tolist()
-    trainer.comms.tp.check()
+    comms.tp.check()
     means = {place: totals[place] / number for place, number in enumerate(num_valid) if number}
     if len(held_out.names) == 1:
         return HeldOutLoss(means.get(0))
@@ -97,15 +98,15 @@ def held_out_losses(trainer: Trainer, forward: ForwardPass | None = None) -> Hel
     return HeldOutLoss(whole / math.fsum(shares.values()) if shares else None, of_source)
 
 
-def _read_held_out(trainer: Trainer, first: int, count: int) -> tuple[Tensor, Tensor, list[NDArray[np.int64]]]:
+def _read_held_out(state: TrainState, first: int, count: int) -> tuple[Tensor, Tensor, list[NDArray[np.int64]]]:
     """Read samples of the held-out text on the stages that use them, and compare what the ranks of a replica have read.
 
     Args: first, count: first sample of this rank's replica, and their number.
     Returns: tokens[count, S] and labels[count, S], int64, on the host, zeros where neither is used; where documents
         begin in each sample, on every stage, if they are packed.
     """
-    trainer.activity.begin("reading the held-out text")
-    samples, model = trainer.corpus.held_out, trainer.model
+    state.rank.activity.begin("reading the held-out text")
+    samples, model = state.part.corpus.held_out, state.model
     tokens = labels = torch.zeros(count, samples.seq_len, dtype=torch.int64)
     error, digest = "", None
     starts: list[NDArray[np.int64]] = []
@@ -119,7 +120,7 @@ def _read_held_out(trainer: Trainer, first: int, count: int) -> tuple[Tensor, Te
             starts = samples.document_starts(numbers)
     except ValueError as problem:
         error = str(problem)
-    everyone = all_gather_json([trainer.mesh.at.dp, error, digest])
+    everyone = all_gather_json([state.rank.mesh.at.dp, error, digest])
     failed = [rank for rank, (_, of_rank, _) in enumerate(everyone) if of_rank]
     if failed:
         others = any(of_rank is not None for _, _, of_rank in everyone)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NoReturn
 
+import torch
+
 from tpengine.distributed.process import max_over_ranks
 from tpengine.observe.background import BackgroundWriter
 from tpengine.observe.console import ProgressLine
 from tpengine.observe.watch import Watch
 from tpengine.training.evaluation.between_steps import Evaluation
+from tpengine.training.planned_run import RunError
 from tpengine.training.profiler.profiler import Profiler
 from tpengine.training.state.checkpoints import RunCheckpoints
-from tpengine.training.trainer import RunError, Trainer
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,13 @@ class Pause:
     """Between two steps of one run; all methods but `go_back` are collective.
 
     Attributes:
-        trainer, watch, evaluation, checkpoints: of the run.
+        device: where this rank computes.
+        watch, evaluation, checkpoints: of the run.
         writer: of its metrics, on rank 0; None elsewhere.
         progress, profiler: of the run.
     """
 
-    trainer: Trainer
+    device: torch.device
     watch: Watch
     evaluation: Evaluation
     checkpoints: RunCheckpoints
@@ -61,13 +64,13 @@ class Pause:
     def leave(self, num_steps: int, stop_signal: int, held_out: float | None) -> NoReturn:
         """Save, and leave, when nothing is shown or recorded any more."""
 
-        def note(parting: str) -> None:
-            self.watch.parting = parting
+        def note(last_checkpoint: str) -> None:
+            self.watch.activity.last_checkpoint = last_checkpoint
 
         message = self.checkpoints.save_and_say(num_steps, stop_signal, held_out, self.watch.seconds_left, note)
         if self.writer is not None:
             self.writer.exit_code = 128 + stop_signal
-            self.trainer.activity.begin("writing what it measured", timed=False)
+            self.watch.activity.begin("writing what it measured", timed=False)
             self.writer.close()
         self.watch.leave_stopped(stop_signal, message)
 
@@ -85,7 +88,7 @@ class Pause:
         losses = evaluation.held_out_losses()
         loss = losses.of_all
         if loss is not None:
-            self.trainer.activity.begin("writing what it measured", timed=False)
+            self.watch.activity.begin("writing what it measured", timed=False)
             if self.writer is not None:
                 found = {"held_out_loss": loss, "evaluation_seconds": evaluation.seconds - before}
                 found |= {f"held_out_loss/{name}": of_source for name, of_source in losses.of_source.items()}
@@ -94,7 +97,7 @@ class Pause:
         return loss
 
     def _stop_if_asked(self, num_steps: int, held_out: float | None) -> None:
-        self.trainer.activity.begin("asking whether to stop")
-        (stop_signal,) = max_over_ranks([float(self.watch.stop)], self.trainer.device)
+        self.watch.activity.begin("asking whether to stop")
+        (stop_signal,) = max_over_ranks([float(self.watch.stop)], self.device)
         if stop_signal:
             self.stop(num_steps, int(stop_signal), held_out)

@@ -14,10 +14,11 @@ from tpkernels.random import uniform
 from tpengine.distributed.messages import broadcast_json
 from tpengine.distributed.process import to_device
 from tpengine.training.evaluation.forward_pass import ForwardPass
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.planned_run import RunError
+from tpengine.training.train_state import TrainState
 
 
-def read_prompt(trainer: Trainer, num_tokens: int) -> list[int]:
+def read_prompt(state: TrainState, num_tokens: int) -> list[int]:
     """Return the first tokens of the held-out text, at most a window of them; rank 0 reads them for all ranks.
 
     Where documents do not see each other the prompt is from the first one alone, and never padding.
@@ -25,11 +26,11 @@ def read_prompt(trainer: Trainer, num_tokens: int) -> list[int]:
     Raises:
         RunError: on all ranks alike: the text cannot be read.
     """
-    trainer.activity.begin("reading the prompt")
+    state.rank.activity.begin("reading the prompt")
     told: Any = None
     if dist.get_rank() == 0:
         try:
-            tokens, _, starts = trainer.corpus.held_out.read_with_starts(np.arange(1))
+            tokens, _, starts = state.part.corpus.held_out.read_with_starts(np.arange(1))
             end = min([num_tokens, *(int(inner[0]) for inner in starts if len(inner))])
             told = {"prompt": tokens[0, :end].tolist()}
         except ValueError as problem:
@@ -41,7 +42,7 @@ def read_prompt(trainer: Trainer, num_tokens: int) -> list[int]:
     return prompt
 
 
-def sample(trainer: Trainer, prompt: list[int], num_tokens: int, temperature: float = 0.8) -> list[int]:
+def sample(state: TrainState, prompt: list[int], num_tokens: int, temperature: float = 0.8) -> list[int]:
     """Continue `prompt` by `num_tokens` tokens drawn from the model; the same text in every layout.
 
         next = argmax over v of logits[v] / temperature + Gumbel noise(seed, position, v)
@@ -54,16 +55,16 @@ def sample(trainer: Trainer, prompt: list[int], num_tokens: int, temperature: fl
         num_tokens: number of tokens to add; each takes a forward pass over a window of the last seq_len tokens.
         temperature: below 1 makes likely tokens likelier.
     """
-    config, tp = trainer.config, trainer.comms.tp
-    seq, num_shards = config.train.seq_len, trainer.model.parts.table_size
+    config, tp = state.part.config, state.rank.comms.tp
+    seq, num_shards = config.train.seq_len, state.model.parts.table_size
     batch = num_shards // math.gcd(num_shards, seq)
-    forward = ForwardPass(trainer, 1, batch)
+    forward = ForwardPass(state, 1, batch)
     tokens = list(prompt)
     for _ in range(num_tokens):
         window = tokens[-seq:]
         place = len(window) - 1
         padded = torch.tensor([window + [0] * (seq - len(window))] * batch).view(-1)
-        drawn = torch.full((1,), -1, dtype=torch.int64, device=trainer.device)
+        drawn = torch.full((1,), -1, dtype=torch.int64, device=state.rank.device)
 
         def draw(logits: Tensor, _: int, place: int = place, drawn: Tensor = drawn) -> None:
             rows = logits[..., place, :].double().view(-1, logits.shape[-1]) / temperature
@@ -77,9 +78,9 @@ def sample(trainer: Trainer, prompt: list[int], num_tokens: int, temperature: fl
             candidates = tp.all_gather(candidate[None])
             drawn[0] = candidates[candidates[:, 0].argmax(), 1].long()
 
-        forward.run(to_device(padded[None], trainer.device), draw)
-        trainer.activity.begin("agreeing on the next token")
-        trainer.comms.pp.all_reduce_max_(drawn)
+        forward.run(to_device(padded[None], state.rank.device), draw)
+        state.rank.activity.begin("agreeing on the next token")
+        state.rank.comms.pp.all_reduce_max_(drawn)
         tokens.append(int(drawn))
         tp.check()
     return tokens

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from tpengine.distributed.mesh import Shape
 from tpengine.plan import Plan
-from tpengine.training.trainer import Trainer
+from tpengine.training.planned_run import PlannedRun
 
 _NUM_STEPS = 8
 # The first steps of a start load kernels, prepare weights and fill caches.
@@ -14,16 +15,16 @@ _FEWEST_STEPS = 2
 _MOST_EVENTS = 200_000
 
 
-def chosen_steps(trainer: Trainer, first_step: int) -> range:
+def chosen_steps(planned: PlannedRun, first_step: int) -> range:
     """Return the steps to record of a run that begins or continues at `first_step`, from 0; none if nothing fits.
 
     They are of one phase, since another has another plan: of that in which the run warms up.
     """
-    phase = trainer.phases.at(first_step)
-    while phase.number + 1 < len(trainer.phases) and phase.end_step - first_step < _FEWEST_STEPS:
-        phase = trainer.phases.at(phase.end_step)
-    shape = trainer.mesh.shape
-    num_events = shape.dp * shape.tp * events_of_pipeline(trainer.parts[phase.number].plan)
+    phase = planned.phases.at(first_step)
+    while phase.number + 1 < len(planned.phases) and phase.end_step - first_step < _FEWEST_STEPS:
+        phase = planned.phases.at(phase.end_step)
+    shape = Shape.of(planned.config.parallel)
+    num_events = shape.dp * shape.tp * events_of_pipeline(planned.parts[phase.number].plan)
     return steps_after_warm_up(max(first_step, phase.first_step), phase.end_step, num_events)
 
 

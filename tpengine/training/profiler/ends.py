@@ -15,22 +15,24 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from tpengine.model.transformer import Transformer
 from tpengine.pipeline.executor import Clock
-from tpengine.training.trainer import Trainer
+from tpengine.training.step_batch import TrainingBatch
 
 
 class EndsMeter:
     """Takes the moments of a rank's ends while it runs a recorded step.
 
     Args:
-        trainer: runs the steps.
+        model: whose ends they are.
+        batch: computes the losses.
         waited_ns: how long this rank has waited for tensor-parallel ranks so far: that is not counted.
 
     `begin` and `end` enclose a step.
     """
 
-    def __init__(self, trainer: Trainer, waited_ns: Callable[[], int]) -> None:
-        self._trainer, self._waited_ns = trainer, waited_ns
+    def __init__(self, model: Transformer, batch: TrainingBatch, waited_ns: Callable[[], int]) -> None:
+        self._model, self._batch, self._waited_ns = model, batch, waited_ns
         self._clock: Clock | None = None
         self._handles: list[RemovableHandle] = []
         # Of the batch, as it was: somebody else may have put another in place of its own.
@@ -42,7 +44,7 @@ class EndsMeter:
     def begin(self, clock: Clock) -> None:
         """Take moments of this clock, from now on."""
         self._clock = clock
-        model, batch = self._trainer.model, self._trainer.batch
+        model, batch = self._model, self._batch
         if model.is_first:
             self._around("embedding", model.embed_tokens, model.embed_tokens)
         if model.is_last:
@@ -57,8 +59,8 @@ class EndsMeter:
             handle.remove()
         self._handles.clear()
         self._open.clear()
-        vars(self._trainer.batch).pop("loss", None)
-        vars(self._trainer.batch).update(self._unwatched)
+        vars(self._batch).pop("loss", None)
+        vars(self._batch).update(self._unwatched)
         self._unwatched = {}
 
     def passed(self) -> list[tuple[Any, Any, int]]:

@@ -24,20 +24,23 @@ from tpengine.pipeline.executor import Clock, Handler
 from tpengine.plan import Action, Kind
 from tpengine.plan.actions import COMPUTE
 from tpengine.training.profiler.ends import EndsMeter
-from tpengine.training.trainer import Trainer
+from tpengine.training.train_step import TrainStep
 
 
 class Meter:
     """Measures this rank while it runs recorded steps.
 
     Args:
-        trainer: runs the steps.
+        train_step: runs the steps.
+
+    Attributes:
+        train_step: as given.
 
     `begin` and `end` enclose a step.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, train_step: TrainStep) -> None:
+        self.train_step, self._rank, self._buckets = train_step, train_step.state.rank, train_step.state.buckets
         self._handlers: Mapping[Kind, Handler] | None = None
         self._issue: defaultdict[str, list[float]] = defaultdict(list)
         self._exchange: defaultdict[str, list[float]] = defaultdict(list)
@@ -46,7 +49,7 @@ class Meter:
         self._in_ends: defaultdict[str, list[float]] = defaultdict(list)
         # Of the current step: its device is not done.
         self._passed: list[tuple[str, list[tuple[Any, Any, int]]]] = []
-        self._ends = EndsMeter(trainer, self._waited_ns)
+        self._ends = EndsMeter(train_step.state.model, train_step.batch, self._waited_ns)
         self._core = _CoreQueue()
         self._read: list[float] = []
         self._reduced: list[float] = []
@@ -58,28 +61,28 @@ class Meter:
         Args: clock: of the trace.
         """
         self._ends.begin(clock)
-        if self._trainer.device.type == "cpu":
+        if self._rank.device.type == "cpu":
             self._core.open()
-        executor = self._trainer.executor
+        executor = self.train_step.executor
         self._handlers = executor.handlers
         executor.handlers = {
             kind: self._around(handler) if kind in COMPUTE else handler for kind, handler in executor.handlers.items()
         }
-        self._retries_at_begin = _allocator_retries(self._trainer.device)
-        self._starting_at_begin = self._trainer.buckets.starting_ns
+        self._retries_at_begin = _allocator_retries(self._rank.device)
+        self._starting_at_begin = self._buckets.starting_ns
 
     def end(self) -> None:
         """Measure nothing any more, and note what belongs to the whole step."""
         assert self._handlers is not None, "a meter ends a step that it has begun"
-        self._trainer.executor.handlers, self._handlers = self._handlers, None
-        self._read.append(self._trainer.reader.seconds)
-        self._reduced.append((self._trainer.buckets.starting_ns - self._starting_at_begin) * 1e-9)
+        self.train_step.executor.handlers, self._handlers = self._handlers, None
+        self._read.append(self.train_step.reader.seconds)
+        self._reduced.append((self._buckets.starting_ns - self._starting_at_begin) * 1e-9)
         self._core.close()
         self._ends.end()
         for name, passed in self._passed:
             self._in_ends[name].append(self._ends.seconds_of(passed))
         self._passed.clear()
-        self._retries += _allocator_retries(self._trainer.device) - self._retries_at_begin
+        self._retries += _allocator_retries(self._rank.device) - self._retries_at_begin
 
     def figures(self) -> dict[str, Any]:
         """Return what `record_costs.ranks_of` reads, of all steps so far."""
@@ -98,21 +101,20 @@ class Meter:
 
     def _around(self, handler: Handler) -> Callable[[Action], None]:
         def handle(action: Action) -> None:
-            buckets = self._trainer.buckets
-            waited, starting, queued = self._waited_ns(), buckets.starting_ns, self._core.waited_ns()
+            waited, starting, queued = self._waited_ns(), self._buckets.starting_ns, self._core.waited_ns()
             begin = time.perf_counter()
             handler(action)
             name = metered_name(action.kind, action.piece[0])
             self._issue[name].append(time.perf_counter() - begin)
             self._exchange[name].append((self._waited_ns() - waited) * 1e-9)
-            self._reducing[name].append((buckets.starting_ns - starting) * 1e-9)
+            self._reducing[name].append((self._buckets.starting_ns - starting) * 1e-9)
             self._starved[name].append((self._core.waited_ns() - queued) * 1e-9)
             self._passed.append((name, self._ends.passed()))
 
         return handle
 
     def _waited_ns(self) -> int:
-        arena = self._trainer.comms.tp.arena
+        arena = self._rank.comms.tp.arena
         return 0 if arena is None else arena.signals.waited_ns
 
 

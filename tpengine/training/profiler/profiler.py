@@ -22,6 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tpengine.config import profiled_steps
 from tpengine.distributed.launch import num_cores
 from tpengine.distributed.mesh import Shape
@@ -47,17 +49,19 @@ from tpengine.planner.machine import machine_on
 from tpengine.planner.modelled.memory import memory_of
 from tpengine.planner.profiles.costs import costs_for
 from tpengine.planner.profiles.file import StageMemory
+from tpengine.training.planned_run import PlannedRun
 from tpengine.training.profiler.chosen import chosen_steps
 from tpengine.training.profiler.clocks import clock_of, offsets_of_ranks
 from tpengine.training.profiler.meter import Meter
-from tpengine.training.trainer import Trainer
+from tpengine.training.train_step import TrainStep
 
 
 class Profiler:
     """Profiles the steps that the configuration names.
 
     Args:
-        trainer: runs the steps.
+        planned: the run.
+        device: where this rank computes.
         run_dir: where files go, on rank 0; None elsewhere.
         first_step: the step at which the run starts or continues.
         say: takes lines for the user; called on rank 0.
@@ -66,67 +70,80 @@ class Profiler:
     """
 
     def __init__(
-        self, trainer: Trainer, run_dir: Path | None, first_step: int = 0, say: Callable[[str], None] = print
+        self,
+        planned: PlannedRun,
+        device: torch.device,
+        run_dir: Path | None,
+        first_step: int = 0,
+        say: Callable[[str], None] = print,
     ) -> None:
-        self._trainer, self._run_dir, self._say = trainer, run_dir, say
+        self._device, self._run_dir, self._say = device, run_dir, say
         # Of a run that chooses its steps nothing is said, and no copies are kept: each start records some.
-        self._chooses = trainer.run_config.train.profile_steps == "auto"
-        self._wanted = chosen_steps(trainer, first_step) if self._chooses else profiled_steps(trainer.config)
+        self._chooses = planned.config.train.profile_steps == "auto"
+        self._wanted = chosen_steps(planned, first_step) if self._chooses else profiled_steps(planned.config)
         self._steps: list[MeasuredStep] = []
         self._offsets: list[int] = []
-        self._meter = Meter(trainer)
-        # What was recorded is of one phase: another has another plan.
-        self._part = trainer.parts[trainer.phase.number]
+        # What was recorded is of one phase: another has another plan, and another step.
+        self._part = planned.at(first_step)
+        self._meter: Meter | None = None
         # By rank: arenas, and the most held so far; what the meters have.
         self._held: list[tuple[int, int]] = []
         self._metered: list[dict[str, Any]] = []
         if self._wanted and first_step >= self._wanted.stop and run_dir is not None:  # never if they were chosen
-            text = trainer.config.train.profile_steps
+            text = planned.config.train.profile_steps
             say(f"nothing is recorded: of the steps {text} none is left, the run goes on at step {first_step + 1}")
 
-    def begin(self, step: int) -> None:
-        """Switch the trace on; call it before the step's time begins."""
+    def begin(self, step: int, train_step: TrainStep) -> None:
+        """Switch the trace on; call it before the step's time begins.
+
+        Args:
+            step: 0-based number.
+            train_step: runs it.
+        """
         if step not in self._wanted:
             return
-        self._enter_phase()
-        self._trainer.activity.begin("setting the clocks")
-        self._offsets = offsets_of_ranks(self._trainer.device)
-        clock = clock_of(self._trainer.device)
-        self._trainer.executor.trace = Trace(clock)
+        rank = train_step.state.rank
+        if self._meter is None or self._meter.train_step is not train_step:
+            self._meter = self._enter(train_step)
+        rank.activity.begin("setting the clocks")
+        self._offsets = offsets_of_ranks(rank.device)
+        clock = clock_of(rank.device)
+        train_step.executor.trace = Trace(clock)
         self._meter.begin(clock)
 
-    def _enter_phase(self) -> None:
+    def _enter(self, train_step: TrainStep) -> Meter:
         """Leave out what was recorded in an earlier phase."""
-        part = self._trainer.parts[self._trainer.phase.number]
-        if part.phase.number == self._part.phase.number:
-            return
-        if self._steps:
+        part = train_step.state.part
+        if self._steps and part is not self._part:
             self._say(
                 f"recorded steps up to {self._steps[-1].step + 1} are left out: phase "
                 f"{part.phase.number + 1} has another plan"
             )
-        self._part, self._steps, self._meter = part, [], Meter(self._trainer)
+            self._steps = []
+        self._part = part
+        return Meter(train_step)
 
     def end(self, step: int, seconds: float) -> None:
         """Gather what the ranks recorded; after the last profiled step, write the files.
 
         Args: seconds: the step's time.
         """
-        trace = self._trainer.executor.trace
-        if step not in self._wanted or trace is None:
+        meter = self._meter
+        if step not in self._wanted or meter is None or (trace := meter.train_step.executor.trace) is None:
             return
-        self._trainer.executor.trace = None
-        self._meter.end()
-        self._trainer.activity.begin("gathering what was recorded")
-        records = self._gather(trace)
-        self._gather_figures()
+        activity = meter.train_step.state.rank.activity
+        meter.train_step.executor.trace = None
+        meter.end()
+        activity.begin("gathering what was recorded")
+        records = self._gather(trace, meter.train_step.pipeline.copies)
+        self._gather_figures(meter)
         if records:
             shape = Shape.of(self._part.config.parallel)
             firsts = range(shape.dp * shape.tp)
             pipelines = tuple(tuple(records[rank] for rank in shape.pipeline_ranks(first)) for first in firsts)
             self._steps.append(MeasuredStep(step, seconds, pipelines))
         if step + 1 == self._wanted.stop:
-            self._trainer.activity.begin("writing what was recorded", timed=False)
+            activity.begin("writing what was recorded", timed=False)
             self.finish()
 
     def go_back(self, num_steps: int) -> None:
@@ -170,13 +187,12 @@ class Profiler:
         for line in self._lines(drawn, len(steps), last, ahead, measured, predicted):
             self._say(line)
 
-    def _gather(self, trace: Trace) -> list[RankRecord]:
+    def _gather(self, trace: Trace, copies: Any) -> list[RankRecord]:
         """Return the records of all ranks on rank 0, and an empty list elsewhere; collective."""
-        trainer = self._trainer
         encoded = encode_record(
             [(event.action, event.begin_ns, event.end_ns) for event in trace.events],
             [(w.action, w.begin_ns, w.end_ns, w.was_complete, w.done_ns) for w in trace.awaited],
-            trainer.pipeline.copies,
+            copies,
         )
         shape, lists = Shape.of(self._part.config.parallel), self._part.plan.actions
         return [
@@ -184,18 +200,18 @@ class Profiler:
             for rank, of_rank in enumerate(gather_bytes(encoded))
         ]
 
-    def _gather_figures(self) -> None:
+    def _gather_figures(self, meter: Meter) -> None:
         """Gather on rank 0 what each rank has for exchanging and has held at most, and what it metered; collective."""
-        trainer = self._trainer
-        held = trainer.comms.arena_bytes(trainer.mailbox), peak_memory_bytes(trainer.device)
-        mine = json.dumps({"held": held, "metered": self._meter.figures()})
+        rank = meter.train_step.state.rank
+        held = rank.comms.arena_bytes(rank.mailbox), peak_memory_bytes(rank.device)
+        mine = json.dumps({"held": held, "metered": meter.figures()})
         everyone = [json.loads(of_rank) for of_rank in gather_bytes(mine.encode())]
         self._held = [tuple(of_rank["held"]) for of_rank in everyone]
         self._metered = [of_rank["metered"] for of_rank in everyone]
 
     def _memory(self) -> tuple[StageMemory, ...]:
         """Return what each stage holds: by the plan, and of its ranks the most."""
-        part, device = self._part, self._trainer.device
+        part, device = self._part, self._device
         shape = Shape.of(part.config.parallel)
         planned_memory = memory_of(part.config, part.layout, part.plan, machine_on(device.type))
         stages = []
@@ -267,7 +283,7 @@ class Profiler:
         if num_pipelines > 1:
             share = ahead / measured.makespan
             yield f"of {num_pipelines} pipelines it computed longest; the first was done {share:.1%} of the step before"
-        if self._trainer.device.type == "cpu" and (crowd := crowding(num_local_ranks(os.environ), num_cores())):
+        if self._device.type == "cpu" and (crowd := crowding(num_local_ranks(os.environ), num_cores())):
             yield crowd
         error = predicted.makespan / measured.makespan - 1.0
         yield (

@@ -10,67 +10,87 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from tpengine.last_words import LastWords
-from tpengine.observe.activity import Doing
+from tpengine.observe.activity import Doing, OtherRanks
 from tpengine.plan import Action, Kind
 from tpengine.plan.actions import COMPUTE, TRANSFERS, peer_chunk
 from tpengine.training.profiler.peers import Peers
 from tpengine.training.step_batch import READING
-from tpengine.training.trainer import Trainer
+from tpengine.training.train_state import TrainState
 
 
-def explain(trainer: Trainer, peers: Peers, what: object) -> str:
-    """Return which ranks this rank waits for, and which of them are gone, as the end of a sentence.
-
-    Args:
-        what: the current action of a plan; or a text for work between plans, in which all ranks meet.
-
-    Returns:
-        For example ", waiting for rank 3 (pp); rank 3 is gone"; in a computation without peers ", waiting for nobody".
-    """
-    by_axis = awaited(trainer, what)
-    if not by_axis:
-        return ", waiting for nobody"
-    axes_of: dict[tuple[int, ...], list[str]] = {}
-    for axis, ranks in by_axis.items():
-        axes_of.setdefault(tuple(ranks), []).append(axis)
-    parts = [f"{_ranks(ranks)} ({', '.join(axes)})" for ranks, axes in axes_of.items()]
-    gone = peers.gone(sorted({rank for ranks in by_axis.values() for rank in ranks}))
-    ending = f"; {_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else ""
-    return f", waiting for {' and '.join(parts)}{ending}"
-
-
-def keep_last_words(
-    trainer: Trainer, peers: Peers, run_dir: Path, reason: str, doing: Doing, polls_no_peer: bool
-) -> None:
-    """Write to the run's directory why this rank leaves, what it does, and which ranks it waits for.
+class AwaitedRanks(OtherRanks):
+    """The ranks of a run, as the plan lets this one wait for them.
 
     Args:
-        polls_no_peer: whether it is known not to wait for a peer's memory. Then a rank whose tensor-parallel ranks
-            exchange through memory, and that computes, waits for none of them.
-
-    Raises:
-        OSError: they cannot be written.
+        state: has the plan, in its phase, and the mesh.
+        peers: the processes of all ranks.
+        run_dir: the directory that takes a rank's last words; None where this host does not see it.
     """
-    by_axis = awaited(trainer, doing.what)
-    computes = isinstance(doing.what, Action) and doing.what.kind in COMPUTE
-    if computes and polls_no_peer and trainer.comms.tp.arena is not None:
-        by_axis = {}
-    step = trainer.activity.step
-    LastWords(
-        rank=dist.get_rank(),
-        reason=reason,
-        step=None if step is None else step + 1,
-        doing=str(doing.what),
-        seconds=time.monotonic() - doing.began_at,
-        waits={axis: tuple(ranks) for axis, ranks in by_axis.items()},
-        gone=tuple(peers.gone(sorted({rank for ranks in by_axis.values() for rank in ranks}))),
-        time=time.time(),
-    ).write(run_dir)
+
+    def __init__(self, state: TrainState, peers: Peers, run_dir: Path | None) -> None:
+        self._state, self._peers, self._run_dir = state, peers, run_dir
+
+    def waits(self, what: object) -> bool:
+        """See OtherRanks."""
+        return bool(awaited(self._state, what))
+
+    def explain(self, what: object) -> str:
+        """Return which ranks this rank waits for, and which of them are gone, as the end of a sentence.
+
+        Args:
+            what: the current action of a plan; or a text for work between plans, in which all ranks meet.
+
+        Returns:
+            For example ", waiting for rank 3 (pp); rank 3 is gone"; in a computation without peers ", waiting for
+            nobody".
+        """
+        by_axis = awaited(self._state, what)
+        if not by_axis:
+            return ", waiting for nobody"
+        axes_of: dict[tuple[int, ...], list[str]] = {}
+        for axis, ranks in by_axis.items():
+            axes_of.setdefault(tuple(ranks), []).append(axis)
+        parts = [f"{_ranks(ranks)} ({', '.join(axes)})" for ranks, axes in axes_of.items()]
+        gone = self._gone(by_axis)
+        ending = f"; {_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else ""
+        return f", waiting for {' and '.join(parts)}{ending}"
+
+    def keep(self, reason: str, doing: Doing, polls_no_peer: bool) -> None:
+        """Write to the run's directory why this rank leaves, what it does, and which ranks it waits for.
+
+        Args:
+            reason, doing: as OtherRanks.
+            polls_no_peer: whether it is known not to wait for a peer's memory. Then a rank whose tensor-parallel ranks
+                exchange through memory, and that computes, waits for none of them.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        if self._run_dir is None:
+            return
+        by_axis = awaited(self._state, doing.what)
+        computes = isinstance(doing.what, Action) and doing.what.kind in COMPUTE
+        if computes and polls_no_peer and self._state.rank.comms.tp.arena is not None:
+            by_axis = {}
+        step = self._state.rank.activity.step
+        LastWords(
+            rank=dist.get_rank(),
+            reason=reason,
+            step=None if step is None else step + 1,
+            doing=str(doing.what),
+            seconds=time.monotonic() - doing.began_at,
+            waits={axis: tuple(ranks) for axis, ranks in by_axis.items()},
+            gone=tuple(self._gone(by_axis)),
+            time=time.time(),
+        ).write(self._run_dir)
+
+    def _gone(self, by_axis: Mapping[str, Iterable[int]]) -> list[int]:
+        return self._peers.gone(sorted({rank for ranks in by_axis.values() for rank in ranks}))
 
 
-def awaited(trainer: Trainer, what: object) -> dict[str, list[int]]:
+def awaited(state: TrainState, what: object) -> dict[str, list[int]]:
     """Return the other ranks that must act before `what` can end, by the mesh axis that connects them."""
-    mesh = trainer.mesh
+    mesh = state.rank.mesh
     if what == READING:
         return {}
     if not isinstance(what, Action):
@@ -79,27 +99,27 @@ def awaited(trainer: Trainer, what: object) -> dict[str, list[int]]:
         return _others({"tp": _members(mesh.tp)})
     if what.kind is Kind.CLIP:
         # The last stage also sums the losses over the replicas; where these own slices, all sum their squares.
-        replicas = {"dp": _members(mesh.dp)} if trainer.model.is_last or trainer.sliced is not None else {}
+        replicas = {"dp": _members(mesh.dp)} if state.model.is_last or state.sliced is not None else {}
         return _others({"tp": _members(mesh.tp), "pp": _members(mesh.pp), **replicas})
     if what.kind is Kind.TIE_REDUCE and mesh.ends is not None:
         return _others({"pp": _members(mesh.ends)})
     ranks: dict[str, list[int]] = {}
     for sub in what.subs or (what,):
-        for axis, members in _of_started(trainer, sub).items():
+        for axis, members in _of_started(state, sub).items():
             ranks.setdefault(axis, []).extend(members)
     return _others(ranks)
 
 
-def _of_started(trainer: Trainer, started: Action) -> dict[str, list[int]]:
+def _of_started(state: TrainState, started: Action) -> dict[str, list[int]]:
     """Return the ranks on the other side of a transfer, a reduction or a gather, by mesh axis."""
-    mesh = trainer.mesh
+    mesh = state.rank.mesh
     if started.kind in TRANSFERS:
         pipeline = mesh.shape.pipeline_ranks(dist.get_rank())
-        return {"pp": [pipeline[trainer.plan.chunks[peer_chunk(started)].rank]]}
+        return {"pp": [pipeline[state.part.plan.chunks[peer_chunk(started)].rank]]}
     if started.kind is Kind.GATHER:
         return {"dp": _members(mesh.dp)}
     if started.kind is Kind.REDUCE and started.index is not None:
-        axes = "_".join(trainer.buckets[started.index].axes)
+        axes = "_".join(state.buckets[started.index].axes)
         return {axes: _members(getattr(mesh, axes))}
     return {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,18 +20,17 @@ from tpengine.distributed.messages import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
 from tpengine.hugging_face.kept import kept_tokenizer
 from tpengine.last_words import forget_last_words
-from tpengine.observe.activity import Doing
+from tpengine.observe.activity import OtherRanks
 from tpengine.observe.background import BackgroundWriter
 from tpengine.observe.console import ProgressLine, console_for, show_held_out, show_next
 from tpengine.observe.metrics import left_out_record, peak_memory_bytes, step_record
-from tpengine.observe.pulse import Pulse
 from tpengine.observe.watch import Watch
 from tpengine.training.evaluation.between_steps import Evaluation
 from tpengine.training.evaluation.pause import Pause
-from tpengine.training.phase_parts import enter_phase_of
+from tpengine.training.planned_run import RunError
 from tpengine.training.profiler.peers import Peers
 from tpengine.training.profiler.profiler import Profiler
-from tpengine.training.profiler.waiting import awaited, explain, keep_last_words
+from tpengine.training.profiler.waiting import AwaitedRanks
 from tpengine.training.run.job import Job
 from tpengine.training.run.opening import open_writer
 from tpengine.training.state.beginning import begin_from
@@ -39,7 +38,8 @@ from tpengine.training.state.checkpoints import RunCheckpoints
 from tpengine.training.state.restoring import restore_newest
 from tpengine.training.state.skipped_steps import SkippedSteps
 from tpengine.training.state.spike_answers import SpikeAnswers
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.train_state import TrainState
+from tpengine.training.trainer import Trainer
 from tpengine.training.update.step_result import StepResult
 
 
@@ -71,21 +71,16 @@ def train(job: Job, watch: Watch) -> None:
         uploads.finish()
 
 
-@contextlib.contextmanager
-def _pulse(job: Job, watch: Watch) -> Iterator[None]:
-    """Tell the watch, inside the context, whether any rank still makes progress."""
+def _pulse(job: Job, watch: Watch) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the watch knows whether any rank still makes progress."""
     if job.launch.world_size == 1:
-        yield
-        return
-    watch.computes_on_cores = job.device.type == "cpu"
-    with Pulse(job.meeting.another_client(), lambda: bool(watch.stop), watch.moves) as watch.pulse:
-        yield
-    watch.pulse = None
+        return contextlib.nullcontext()
+    return watch.pulsing(job.meeting.another_client(), computes_on_cores=job.device.type == "cpu")
 
 
 def _end_groups(watch: Watch) -> None:
-    # Drop the watch's methods first: they keep the trainer, and with it the process groups, alive.
-    watch.explain, watch.waits, watch.keep = lambda _: "", lambda _: True, lambda *_: None
+    # Forget the other ranks first: what is known of them keeps the trainer, and with it the process groups, alive.
+    watch.activity.ranks = OtherRanks()
     stop()
 
 
@@ -134,35 +129,35 @@ def _set_up(job: Job, watch: Watch) -> _Run:
         draws=draws,
         corpora=job.corpora,
     )
-    peers = Peers(job.device)
-    watch.explain = partial(explain, trainer, peers)
-    watch.keep = _keeper(job, trainer, peers)
-    watch.waits = lambda what: bool(awaited(trainer, what))
+    state, planned = trainer.state, trainer.planned
+    watch.activity.ranks = _ranks_of(job, state)
     watch.activity.begin("reading the checkpoint", timed=False)
-    checkpoint = restore_newest(trainer, job.checkpoint)
+    checkpoint = restore_newest(state, planned, job.checkpoint)
     if checkpoint is None and job.beginning is not None:
         watch.activity.begin("reading the weights to begin with", timed=False)
-        begin_from(trainer, job.beginning)
+        begin_from(state, job.beginning)
     elif checkpoint is None and not draws:
         # The checkpoint that was there has been removed meanwhile.
-        trainer.draw_weights()
-    enter_phase_of(trainer, 0 if checkpoint is None else checkpoint.index.step)
-    checkpoints, skipped = RunCheckpoints(trainer, job.run_dir), SkippedSteps(trainer, job.run_dir)
+        state.draw_weights()
+    trainer.enter_phase_of(0 if checkpoint is None else checkpoint.index.step)
+    checkpoints = RunCheckpoints(state, planned, job.run_dir)
+    skipped = SkippedSteps(planned, watch.activity, job.run_dir)
     spikes = SpikeAnswers(trainer, job.run_dir, checkpoints, job.beginning if checkpoint is None else None)
     share = GPU_SHARE if job.device.type == "cuda" else CPU_SHARE
     texts = [text for corpus in job.corpora for text in corpus.texts]
     content = ContentChecks(texts, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
     console, first_step = console_for(job.launch.rank), 0 if checkpoint is None else checkpoint.index.step
-    evaluation = Evaluation(trainer, job.run_dir, console, partial(_decoder, job, console), first_step)
+    evaluation = Evaluation(state, job.run_dir, console, partial(_decoder, job, console), first_step)
     return _Run(job, watch, console, trainer, checkpoint, checkpoints, skipped, spikes, content, evaluation)
 
 
-def _keeper(job: Job, trainer: Trainer, peers: Peers) -> Callable[[str, Doing, bool], None]:
-    """Return what keeps this rank's last words in the run's directory, if this host sees it; collective."""
+def _ranks_of(job: Job, state: TrainState) -> AwaitedRanks:
+    """Return what tells whom this rank waits for, also in the run's directory if this host sees it; collective."""
+    peers = Peers(job.device)
     if job.run_dir is not None:
         forget_last_words(job.run_dir)
     run_dir = Path(broadcast_json(str(job.run_dir and job.run_dir.absolute())))
-    return partial(keep_last_words, trainer, peers, run_dir) if run_dir.is_dir() else lambda *_: None
+    return AwaitedRanks(state, peers, run_dir if run_dir.is_dir() else None)
 
 
 def _loop(run: _Run) -> Uploads | None:
@@ -171,31 +166,32 @@ def _loop(run: _Run) -> Uploads | None:
     Returns: what still runs --train.after-checkpoint.
     """
     job, watch, trainer, checkpoints = run.job, run.watch, run.trainer, run.checkpoints
+    state = trainer.state
     skipped, spikes = run.skipped, run.spikes
     with (
-        open_writer(trainer, job, run.console, run.checkpoint) as writer,
+        open_writer(trainer.planned, state, job, run.console, run.checkpoint) as writer,
         checkpoints,
         run.content as content,
         contextlib.closing(trainer),
     ):
         say = partial(run.console.print, markup=False, highlight=False)
-        profiler = Profiler(trainer, job.run_dir, run.first_step, say)
-        watch.timeout_seconds = job.config.train.timeout_seconds
-        watch.stoppable = True
+        profiler = Profiler(trainer.planned, job.device, job.run_dir, run.first_step, say)
+        watch.activity.timeout_seconds = job.config.train.timeout_seconds
+        watch.activity.stoppable = True
         with ProgressLine(run.console, job.config.train.steps, run.first_step) as progress:
-            pause = Pause(trainer, watch, run.evaluation, checkpoints, writer, progress, profiler)
+            pause = Pause(job.device, watch, run.evaluation, checkpoints, writer, progress, profiler)
             # A run that was stopped before it evaluated its last step does so now.
             held_out = run.known_held_out
             if run.first_step and held_out is None:
-                enter_phase_of(trainer, run.first_step - 1)
+                trainer.enter_phase_of(run.first_step - 1)
                 held_out = pause.after(run.first_step, samples=False)
-                enter_phase_of(trainer, run.first_step)
+                trainer.enter_phase_of(run.first_step)
             wall = time.perf_counter()
             step = run.first_step
             while step < job.config.train.steps:
                 # First of all: what follows a step, also one that is left out, belongs to the step's phase.
-                if enter_phase_of(trainer, step):
-                    say(f"phase {trainer.phase.number + 1} begins at step {step + 1}")
+                if trainer.enter_phase_of(step):
+                    say(f"phase {state.part.phase.number + 1} begins at step {step + 1}")
                 # A step that was skipped before a restart is not computed again.
                 if skipped.leaves_out(step):
                     _write(writer, progress, left_out_record(step, skipped.num_until(step)))
@@ -204,17 +200,17 @@ def _loop(run: _Run) -> Uploads | None:
                     step += 1
                     continue
                 # Train.
-                profiler.begin(step)
+                profiler.begin(step, trainer.step)
                 begin = time.perf_counter()
-                result = trainer.train_step(step, partial(_figures, begin, run))
+                result = trainer.step.run(step, partial(_figures, begin, run))
                 seconds, _, stop_signal, content_flag, is_writing, *waits = result.largest
                 # Write its metrics. The ranks told their times before their GPUs were done; this rank's is done now.
                 now = time.perf_counter()
                 seconds, wall_seconds, wall = max(seconds, now - begin), now - wall, now
                 record = _record(run, step, result, seconds, wall_seconds, waits)
-                trainer.activity.begin("writing what it measured", timed=False)
+                watch.activity.begin("writing what it measured", timed=False)
                 if writer is not None:
-                    record |= trainer.corpus.train.progress(trainer.position_after(step))
+                    record |= state.part.corpus.train.progress(trainer.position_after(step))
                 is_applied_or_skipped = not result.spiked or spikes.skips
                 if is_applied_or_skipped:
                     _write(writer, progress, record)
@@ -227,7 +223,7 @@ def _loop(run: _Run) -> Uploads | None:
                         pause.stop(step, int(stop_signal))
                     step = _answer_spike(run, pause, step, result)
                     continue
-                skipped.note(step, result)
+                skipped.note(step, result, trainer.step)
                 if stop_signal:
                     pause.stop(step + 1, int(stop_signal))
                 held_out = pause.after(step + 1)
@@ -245,7 +241,7 @@ def _record(
 ) -> dict[str, Any]:
     """Return a step's row of metrics."""
     return step_record(
-        run.trainer.config,
+        run.trainer.state.part.config,
         run.job.device,
         step=step,
         loss=result.loss,
@@ -301,8 +297,8 @@ def _end_steps(run: _Run, pause: Pause, held_out: float | None) -> None:
         raise RunError(run.content.explain(int(content_flag)))
     if stop_signal:
         pause.leave(run.job.config.train.steps, int(stop_signal), held_out)
-    watch.parting = checkpoints.where()
-    watch.stoppable = False
+    watch.activity.last_checkpoint = checkpoints.where()
+    watch.activity.stoppable = False
 
 
 def _show_result(run: _Run, held_out: float | None) -> None:
@@ -338,10 +334,10 @@ def _figures(begin: float, run: _Run) -> list[float]:
     Its seconds, peak memory, signal, content flag, and whether it still writes a checkpoint. Where the host knows how
     long it waited for other stages (on a CPU), also that, at the place of its stage.
     """
-    trainer, memory = run.trainer, peak_memory_bytes(run.job.device)
+    memory, mesh = peak_memory_bytes(run.job.device), run.trainer.state.rank.mesh
     flags = float(run.watch.stop), float(run.content.flag), float(run.checkpoints.is_writing)
     figures = [time.perf_counter() - begin, float(memory), *flags]
-    if trainer.device.type != "cpu" or trainer.mesh.shape.pp == 1:
+    if run.job.device.type != "cpu" or mesh.shape.pp == 1:
         return figures
-    waits = [trainer.waited_seconds * (stage == trainer.mesh.at.pp) for stage in range(trainer.mesh.shape.pp)]
+    waits = [run.trainer.step.waited_seconds * (stage == mesh.at.pp) for stage in range(mesh.shape.pp)]
     return figures + waits

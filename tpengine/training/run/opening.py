@@ -28,16 +28,16 @@ from tpengine.observe.metrics import MetricsWriter
 from tpengine.observe.wandb_run import WandbRun
 from tpengine.planner.machine import machine_on
 from tpengine.planner.modelled.memory import memory_of
-from tpengine.training.phase_parts import PhasePart
+from tpengine.training.planned_run import PlannedPhase, PlannedRun, RunError
 from tpengine.training.run.attention_taken import attention_taken
 from tpengine.training.run.job import Job
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.train_state import TrainState
 from tpengine.training.update.picture import draw_learning_rate
 
 
 @contextlib.contextmanager
 def open_writer(
-    trainer: Trainer, job: Job, console: Console, checkpoint: Checkpoint | None
+    planned: PlannedRun, state: TrainState, job: Job, console: Console, checkpoint: Checkpoint | None
 ) -> Iterator[BackgroundWriter | None]:
     """Show the plan, write the resolved configuration, and yield the writer of metrics, closed at the end; collective.
 
@@ -46,19 +46,19 @@ def open_writer(
     """
     writer, problem = None, ""
     if job.run_dir is not None:
-        _say_what_will_happen(trainer, job, job.run_dir, console, checkpoint)
+        _say_what_will_happen(planned, state, job, job.run_dir, console, checkpoint)
         first_step = checkpoint.index.step if checkpoint is not None else 0
         try:
-            _write_config(trainer, job.run_dir)
+            _write_config(planned.config, job.device, job.run_dir)
             _keep_beginning(job)
             picture = draw_learning_rate(
-                trainer.rate, trainer.config.train.steps, [phase.first_step for phase in trainer.phases][1:]
+                planned.rate, job.config.train.steps, [phase.first_step for phase in planned.phases][1:]
             )
             write_beside(job.run_dir / "learning_rate.svg", picture.encode())
             wandb = None
-            if trainer.config.train.wandb:
-                settings, continues = asdict(trainer.run_config), bool(first_step)
-                wandb = WandbRun(trainer.config.train.wandb, job.run_dir, settings, continues=continues)
+            if job.config.train.wandb:
+                settings, continues = asdict(planned.config), bool(first_step)
+                wandb = WandbRun(job.config.train.wandb, job.run_dir, settings, continues=continues)
             writer = MetricsWriter(job.run_dir, first_step or None, wandb)
         except OSError as error:
             problem = f"the run directory must take the run's files: {error}: fix that or use another --run-dir"
@@ -83,29 +83,36 @@ def open_writer(
 
 
 def _say_what_will_happen(
-    trainer: Trainer, job: Job, run_dir: Path, console: Console, checkpoint: Checkpoint | None
+    planned: PlannedRun,
+    state: TrainState,
+    job: Job,
+    run_dir: Path,
+    console: Console,
+    checkpoint: Checkpoint | None,
 ) -> None:
-    config, device = trainer.config, trainer.device
-    exchange = trainer.comms.describe(trainer.mailbox)
-    attention = attention_taken(trainer.run_config, device)
-    show_plan(console, config, trainer.layout, trainer.plan, device, exchange, run_dir, job.shared_cores, attention)
+    config, device = state.part.config, state.rank.device
+    exchange = state.rank.comms.describe(state.rank.mailbox)
+    attention = attention_taken(planned.config, device)
+    show_plan(
+        console, config, state.part.layout, state.part.plan, device, exchange, run_dir, job.shared_cores, attention
+    )
     if said := zero_in_words(config.parallel):
         console.print(said, markup=False, highlight=False, soft_wrap=True)
-    for part in trainer.parts:
+    for part in planned.parts:
         show_padding(console, part.corpus.padding(), part.config.train.seq_len)
-    show_phases(console, trainer.phases, [_peak(part, device) for part in trainer.parts])
+    show_phases(console, planned.phases, [_peak(part, device) for part in planned.parts])
     if config.resume:
         # What a checkpoint has are the settings of its last step's phase.
         done = 0 if checkpoint is None else checkpoint.index.step
-        phase_config = trainer.phases.at(max(done - 1, 0)).config
+        phase_config = planned.at(max(done - 1, 0)).config
         used = replace(phase_config, device="cuda" if device.type == "cuda" else "cpu")
         _say_what_is_resumed(console, used, checkpoint)
-    _say_where_learning_ends(console, trainer)
+    _say_where_learning_ends(console, planned)
     if isinstance(job.beginning, ModelDirectory) and (left_out := dropout_not_taken(config.model)):
         console.print(left_out, markup=False, highlight=False, soft_wrap=True)
 
 
-def _peak(part: PhasePart, device: torch.device) -> int:
+def _peak(part: PlannedPhase, device: torch.device) -> int:
     return max(rank.peak for rank in memory_of(part.config, part.layout, part.plan, machine_on(device.type)))
 
 
@@ -137,10 +144,10 @@ def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoin
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _say_where_learning_ends(console: Console, trainer: Trainer) -> None:
+def _say_where_learning_ends(console: Console, planned: PlannedRun) -> None:
     """Warn if the learning-rate schedule ends before the run, as after resuming with more steps."""
-    config = trainer.run_config
-    if trainer.phases[-1].schedule:
+    config = planned.config
+    if planned.phases[-1].schedule:
         return  # a schedule of a later phase's own, which is as long as that
     steps, lowest = config.train.steps, config.optim.lr * config.optim.min_lr_ratio
     amounts = (decay_steps_of(config), config.optim.warmup_steps)
@@ -154,15 +161,15 @@ def _say_where_learning_ends(console: Console, trainer: Trainer) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _write_config(trainer: Trainer, run_dir: Path) -> None:
+def _write_config(config: Config, device: torch.device, run_dir: Path) -> None:
     """Write config.toml, from which the run can be repeated or continued; keep a different earlier one aside."""
     resolved = replace(
-        trainer.run_config,
+        config,
         run_dir=str(run_dir),
-        device="cuda" if trainer.device.type == "cuda" else "cpu",
+        device="cuda" if device.type == "cuda" else "cpu",
         resume=False,
     )
-    write_config(resolved, run_dir, keeps_equal=trainer.run_config.resume)
+    write_config(resolved, run_dir, keeps_equal=config.resume)
 
 
 def _keep_beginning(job: Job) -> None:

@@ -1,6 +1,6 @@
 """`--model.path`: the weights that a run begins with, out of Hugging Face's files or of a run of ours.
 
-`check_beginning` refuses, before a process group exists, what cannot be loaded; `begin_from` fills the trainer, each
+`check_beginning` refuses, before a process group exists, what cannot be loaded; `begin_from` fills a state, each
 rank with what it holds. Moments begin at zero and steps at 0: only weights are taken.
 """
 
@@ -23,8 +23,9 @@ from tpengine.hugging_face.directory import ModelDirectory, open_directory
 from tpengine.hugging_face.names import ignorable, stored_of, tied_names, wanted, with_prefix
 from tpengine.hugging_face.read import BoxReader
 from tpengine.last_words import one_line
+from tpengine.training.planned_run import RunError
 from tpengine.training.state.training_state import load_weights, masters_of
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.train_state import TrainState
 
 Beginning = ModelDirectory | tuple[Path, Index]
 
@@ -61,28 +62,28 @@ def checkpoint_of(run: Path, step: int | None) -> tuple[Path, Index]:
     raise ValueError(f"a run to begin from must have a whole checkpoint: {run}: {problem}: use another run")
 
 
-def begin_from(trainer: Trainer, found: Beginning) -> None:
-    """Fill the trainer's weights; collective.
+def begin_from(state: TrainState, found: Beginning) -> None:
+    """Fill the weights of a state; collective.
 
     Args:
-        trainer: at step 0, of any layout.
+        state: at step 0, of any layout.
         found: what check_beginning has returned on this rank.
 
     Raises:
         RunError: on all ranks alike: a file cannot be read, or is damaged.
     """
     if isinstance(found, ModelDirectory):
-        on_all_ranks(lambda: _fill_from_files(trainer, found))
+        on_all_ranks(lambda: _fill_from_files(state, found))
         return
     try:
-        load_weights(trainer, *found)
+        load_weights(state, *found)
     except CheckpointError as error:
         raise RunError(str(error)) from None
 
 
-def _fill_from_files(trainer: Trainer, directory: ModelDirectory) -> None:
-    fill_from_files(trainer.config.model, directory, masters_of(trainer))
-    trainer.optimizer.round_masters()
+def _fill_from_files(state: TrainState, directory: ModelDirectory) -> None:
+    fill_from_files(state.part.config.model, directory, masters_of(state))
+    state.optimizer.round_masters()
 
 
 def fill_from_files(model: ModelConfig, directory: ModelDirectory, blocks: Iterable[tuple[str, Block]]) -> None:

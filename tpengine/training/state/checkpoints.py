@@ -24,9 +24,10 @@ from tpengine.checkpoint.save import Saver
 from tpengine.config import spike_rule_of
 from tpengine.distributed.messages import all_gather_json, broadcast_json
 from tpengine.distributed.process import max_over_ranks
+from tpengine.training.planned_run import PlannedRun, RunError
 from tpengine.training.state.state_check import check_finite, check_replicas
 from tpengine.training.state.training_state import blocks_of
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.train_state import TrainState
 
 # Training waits for storage for no more than these seconds and this share of its time, all in all: a checkpoint that is
 # nearly written is not worth leaving out the next.
@@ -42,7 +43,8 @@ class RunCheckpoints:
     """The checkpoints of one run; the constructor is collective. Leaving the context waits for what is being written.
 
     Args:
-        trainer: has the state that is saved.
+        state: what is saved.
+        planned: the run.
         run_dir: the run's directory on rank 0; None elsewhere.
 
     Attributes:
@@ -54,8 +56,8 @@ class RunCheckpoints:
             not see it.
     """
 
-    def __init__(self, trainer: Trainer, run_dir: Path | None) -> None:
-        self._trainer, self._train = trainer, trainer.config.train
+    def __init__(self, state: TrainState, planned: PlannedRun, run_dir: Path | None) -> None:
+        self._state, self._planned, self._train = state, planned, planned.config.train
         self._saved_step: int | None = None
         self._failure: str | None = None
         self._saver: Saver | None = None
@@ -113,8 +115,8 @@ class RunCheckpoints:
         if is_due and not (is_writing and num_steps != last and self._must_leave_out(num_steps)):
             self._save(num_steps, held_out_loss)
         elif self._train.check_replicas_every and num_steps % self._train.check_replicas_every == 0:
-            self._trainer.activity.begin("comparing replicas")
-            check_replicas(self._trainer, num_steps, masters_only=True)
+            self._state.rank.activity.begin("comparing replicas")
+            check_replicas(self._state, num_steps, masters_only=True)
 
     def save_and_say(
         self,
@@ -149,7 +151,7 @@ class RunCheckpoints:
         if self._failure is None:
             saved(self.where())
         if self._train.after_checkpoint:
-            self._trainer.activity.begin("waiting for --train.after-checkpoint", timed=False)
+            self._state.rank.activity.begin("waiting for --train.after-checkpoint", timed=False)
             if self.uploads is not None:
                 self.uploads.finish(seconds_left(_UPLOAD_SECONDS))
             # Who leaves first has torchrun end the others.
@@ -167,7 +169,7 @@ class RunCheckpoints:
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is on disk."""
         if self._saver is not None:
-            self._trainer.activity.begin("waiting for a checkpoint to be written", timed=False)
+            self._state.rank.activity.begin("waiting for a checkpoint to be written", timed=False)
             self._note(self._saver.wait())
 
     def newest(self) -> Path | None:
@@ -193,11 +195,11 @@ class RunCheckpoints:
     def _must_leave_out(self, num_steps: int) -> bool:
         """Wait a moment for the checkpoint before; return whether some rank still writes it; collective."""
         assert self._saver is not None
-        self._trainer.activity.begin("waiting for the checkpoint before", timed=False)
+        self._state.rank.activity.begin("waiting for the checkpoint before", timed=False)
         begin = time.monotonic()
         most = _MOST_WAITING_SECONDS + _MOST_WAITING_SHARE * (begin - self._began_at)
         is_writing = self._saver.is_writing(max(0.0, most - self._waited_seconds))
-        (anybody_writes,) = max_over_ranks([float(is_writing)], self._trainer.device)
+        (anybody_writes,) = max_over_ranks([float(is_writing)], self._state.rank.device)
         self._waited_seconds += time.monotonic() - begin
         if anybody_writes and dist.get_rank() == 0:
             _say(
@@ -232,32 +234,31 @@ class RunCheckpoints:
 
     def _save(self, num_steps: int, held_out_loss: float | None) -> None:
         assert self._saver is not None
-        trainer = self._trainer
+        state, planned = self._state, self._planned
         # Wait for the previous checkpoint, which may still be being written.
-        trainer.activity.begin("waiting for the checkpoint before", timed=False)
+        state.rank.activity.begin("waiting for the checkpoint before", timed=False)
         self._note(self._saver.wait())
         if self._saved_step == num_steps:
             return
         # Check the state: finite, and equal on replicas.
-        trainer.activity.begin("checking what is to be saved")
-        check_finite(trainer)
-        check_replicas(trainer, num_steps)
+        state.rank.activity.begin("checking what is to be saved")
+        check_finite(state)
+        check_replicas(state, num_steps)
         # Copy it; a thread writes the copy while training goes on.
-        trainer.activity.begin("copying a checkpoint aside", timed=False)
-        config = replace(trainer.run_config, device="cuda" if trainer.device.type == "cuda" else "cpu")
-        threads = torch.get_num_threads() if trainer.device.type == "cpu" else None
-        phase = trainer.phases.at(max(num_steps - 1, 0))
-        fingerprint = trainer.parts[phase.number].corpus.fingerprint()
-        state = state_of(config, fingerprint, num_steps, trainer.num_updates, threads, trainer.phases)
-        state["loss_scale"] = trainer.loss_scale.state()
-        if trainer.spikes.rule is not None:
-            state["spikes"] = trainer.spikes.state()
-        if trainer.rollbacks:
-            state["rollbacks"] = [rollback.to_json() for rollback in trainer.rollbacks]
+        state.rank.activity.begin("copying a checkpoint aside", timed=False)
+        config = replace(planned.config, device="cuda" if state.rank.device.type == "cuda" else "cpu")
+        threads = torch.get_num_threads() if state.rank.device.type == "cpu" else None
+        fingerprint = planned.at(max(num_steps - 1, 0)).corpus.fingerprint()
+        saved = state_of(config, fingerprint, num_steps, state.num_updates, threads, planned.phases)
+        saved["loss_scale"] = state.loss_scale.state()
+        if state.spikes.rule is not None:
+            saved["spikes"] = state.spikes.state()
+        if state.rollbacks:
+            saved["rollbacks"] = [rollback.to_json() for rollback in state.rollbacks]
         if held_out_loss is not None:
-            state["held_out_loss"] = held_out_loss
+            saved["held_out_loss"] = held_out_loss
         self._failure = None
-        self._saver.save(num_steps, blocks_of(trainer), state)
+        self._saver.save(num_steps, blocks_of(state), saved)
         self._saved_step = num_steps
 
     def _note(self, failure: str | None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tpengine.distributed.messages import all_gather_json
 from tpengine.layout.parameters import stage_specs
 from tpengine.training.state.training_state import hf_name
-from tpengine.training.trainer import Trainer
+from tpengine.training.train_step import TrainStep
 
 # Micro-batch, forward before backward, depth in that direction, name.
 _Event = tuple[int, int, int, str]
@@ -50,19 +50,20 @@ class Finding:
         return f"{self.tensor}{layer}{micro_batch}{accident}"
 
 
-def find_first(trainer: Trainer, step: int) -> Finding:
-    """Find what was not finite first in the step that the trainer has just skipped; collective, equal on all ranks.
+def find_first(train_step: TrainStep, step: int) -> Finding:
+    """Find what was not finite first in the step that has just been skipped; collective, equal on all ranks.
 
     Args:
-        step: 0-based.
+        train_step: has run the step.
+        step: 0-based number.
 
     Cost: a step, and a pass over the gradients for each of its micro-batches.
     """
     # Compute the step again under the probe; before that, note what overflowed the first time.
-    before = _overflowing(trainer)
-    probe = _Probe(trainer)
+    before = _overflowing(train_step)
+    probe = _Probe(train_step)
     with probe:
-        trainer.compute_again(step, probe)
+        train_step.compute_again(step, probe)
     probe.see_losses()
     # The first event over all ranks.
     events = [tuple(event) for event in all_gather_json(probe.first) if event is not None]
@@ -70,7 +71,7 @@ def find_first(trainer: Trainer, step: int) -> Finding:
         micro_batch, _, _, name = min(events)
         return Finding(name, _layer_of(name), None if micro_batch == _BEFORE_ALL else micro_batch)
     # All elements were finite: then a square or a sum of squares overflowed.
-    again = _overflowing(trainer)
+    again = _overflowing(train_step)
     name = f"the norm of the gradient of {again or before}" if again or before else "the loss"
     return Finding(name, _layer_of(name), None, again=bool(again))
 
@@ -78,22 +79,22 @@ def find_first(trainer: Trainer, step: int) -> Finding:
 class _Probe:
     """Looks for the first event on one rank; inside its context also in the outputs of layers."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, train_step: TrainStep) -> None:
+        self._step, self._state = train_step, train_step.state
         self.first: _Event | None = None
-        model = trainer.config.model
-        specs = stage_specs(model, trainer.model.parts.table_size, 0, model.num_layers)
+        model = self._state.part.config.model
+        specs = stage_specs(model, self._state.model.parts.table_size, 0, model.num_layers)
         self._depths = {spec.name: depth for depth, spec in enumerate(specs)}
         self._summed: set[int] = set()
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
-        trainer, num_layers = self._trainer, self._trainer.config.model.num_layers
-        for name, weight in trainer.weights.items():
+        state, num_layers = self._state, self._state.part.config.model.num_layers
+        for name, weight in state.weights.items():
             if not _is_finite(weight):
                 saved = _parameter_of(name)
                 self._note(_BEFORE_ALL, _FORWARD, self._depths[saved], f"weight {hf_name(saved)}")
-        model: Any = trainer.model
+        model: Any = state.model
         if model.is_first:
             self._hook(model.embed_tokens, 0, "model.embed_tokens")
         for number, block in model.layers.items():
@@ -107,35 +108,35 @@ class _Probe:
             hook.remove()
 
     def before_sum(self, bucket: int) -> None:
-        """Look at a bucket before it is summed: see trainer.Probe."""
+        """Look at a bucket before it is summed: see train_step.Probe."""
         self._look([bucket])
         self._summed.add(bucket)
 
     def after_backward(self) -> None:
-        """Look at the buckets that are not summed yet: see trainer.Probe."""
-        self._look(index for index in self._trainer.buckets.flat if index not in self._summed)
+        """Look at the buckets that are not summed yet: see train_step.Probe."""
+        self._look(index for index in self._state.buckets.flat if index not in self._summed)
 
     def see_losses(self) -> None:
         """Look at the losses of all micro-batches, on the last stage."""
-        if self._trainer.model.is_last:
-            for micro_batch, loss in enumerate(self._trainer.batch.losses.tolist()):
+        if self._state.model.is_last:
+            for micro_batch, loss in enumerate(self._step.batch.losses.tolist()):
                 if not torch.isfinite(torch.tensor(loss)):
-                    self._note(micro_batch, _FORWARD, self._trainer.config.model.num_layers + 3, "the loss")
+                    self._note(micro_batch, _FORWARD, self._state.part.config.model.num_layers + 3, "the loss")
 
     def _hook(self, module: nn.Module, depth: int, name: str) -> None:
         def see(_: nn.Module, __: Any, output: Tensor) -> None:
             if not _is_finite(output):
-                micro_batch = self._trainer.model.position.microbatch
+                micro_batch = self._state.model.position.microbatch
                 self._note(micro_batch, _FORWARD, depth, f"the output of {name}")
 
         self._hooks.append(module.register_forward_hook(see))
 
     def _look(self, buckets: Iterable[int]) -> None:
-        gradients, micro_batch = self._trainer.buckets, self._trainer.model.position.microbatch
+        gradients, micro_batch = self._state.buckets, self._state.model.position.microbatch
         for index in buckets:
             if not gradients.has_memory(index) or _is_finite(gradients.flat[index]):
                 continue
-            for name in self._trainer.layout.buckets[index].layout.names:
+            for name in self._state.part.layout.buckets[index].layout.names:
                 if not _is_finite(gradients.gradients[name]):
                     saved = _parameter_of(name)
                     self._note(micro_batch, _BACKWARD, -self._depths[saved], f"the gradient of {hf_name(saved)}")
@@ -145,10 +146,11 @@ class _Probe:
         self.first = event if self.first is None else min(self.first, event)
 
 
-def _overflowing(trainer: Trainer) -> str:
+def _overflowing(train_step: TrainStep) -> str:
     """Return the first parameter, in backward's order, whose gradient's sum of squares is not finite; "" if none is."""
-    model, table_size = trainer.config.model, trainer.model.parts.table_size
-    finite = trainer.squares.isfinite().view(-1, table_size).all(1).tolist()
+    state = train_step.state
+    model, table_size = state.part.config.model, state.model.parts.table_size
+    finite = train_step.squares.isfinite().view(-1, table_size).all(1).tolist()
     specs = stage_specs(model, table_size, 0, model.num_layers)
     bad = [spec.name for spec, is_finite in zip(specs, finite, strict=True) if not is_finite]
     return hf_name(bad[-1]) if bad else ""

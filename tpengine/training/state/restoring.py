@@ -18,21 +18,23 @@ import torch.distributed as dist
 
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint
 from tpengine.checkpoint.run.resume import Checkpoint, checkpoints_of, find_checkpoint
+from tpengine.config import Config
 from tpengine.distributed.messages import all_gather_json, broadcast_json
 from tpengine.last_words import one_line
-from tpengine.training.phase_parts import enter_phase_of
+from tpengine.training.planned_run import PlannedRun, RunError
 from tpengine.training.state.beginning import Beginning, begin_from
 from tpengine.training.state.training_state import restore
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.train_state import TrainState
 
 
-def restore_newest(trainer: Trainer, found: Checkpoint | None) -> Checkpoint | None:
+def restore_newest(state: TrainState, planned: PlannedRun, found: Checkpoint | None) -> Checkpoint | None:
     """Load the newest checkpoint of the run directory that is whole on every rank; collective.
 
     Rank 0 prints which checkpoints are damaged, and renames them.
 
     Args:
-        trainer: of any layout. Without config.resume nothing is loaded.
+        state: of any layout.
+        planned: the run; without its config.resume nothing is loaded.
         found: what find_checkpoint has returned on this rank.
 
     Returns:
@@ -43,58 +45,59 @@ def restore_newest(trainer: Trainer, found: Checkpoint | None) -> Checkpoint | N
 
     Cost: one exchange of a few hundred bytes per rank, and one more for each damaged checkpoint.
     """
-    return _restored(trainer, found, None) if trainer.config.resume else None
+    return _restored(state, planned, found, None) if planned.config.resume else None
 
 
-def restore_older(trainer: Trainer, until: int) -> Checkpoint | None:
-    """Load the newest whole checkpoint of at most `until` steps into a trainer that has gone further; collective.
+def restore_older(state: TrainState, planned: PlannedRun, until: int) -> Checkpoint | None:
+    """Load the newest whole checkpoint of at most `until` steps into a state that has gone further; collective.
 
     Its phase must be entered afterwards. Returns, raises: as restore_newest.
     """
-    found, refusal = _find(trainer, {}, until)
-    return _restored(trainer, found, until, refusal)
+    found, refusal = _find(planned, {}, until)
+    return _restored(state, planned, found, until, refusal)
 
 
-def restore_beginning(trainer: Trainer, beginning: Beginning | None) -> None:
-    """Bring a trainer back to step 0; collective.
+def restore_beginning(state: TrainState, beginning: Beginning | None) -> None:
+    """Bring a state that is in the first phase back to step 0; collective.
 
     Args: beginning: the weights that the run began with; None for drawn ones.
 
     Raises:
         RunError: on all ranks alike: they cannot be read.
     """
-    enter_phase_of(trainer, 0)
-    trainer.restart()
+    state.restart()
     if beginning is None:
-        trainer.draw_weights()
+        state.draw_weights()
     else:
-        begin_from(trainer, beginning)
+        begin_from(state, beginning)
 
 
-def _restored(trainer: Trainer, found: Checkpoint | None, until: int | None, refusal: str = "") -> Checkpoint | None:
+def _restored(
+    state: TrainState, planned: PlannedRun, found: Checkpoint | None, until: int | None, refusal: str = ""
+) -> Checkpoint | None:
     """Load a checkpoint that all ranks have found whole, of at most `until` steps."""
     while True:
         # Agree on a checkpoint, load it; if it proves damaged, note that and agree again.
-        found = _agreed(trainer, found, until, refusal)
+        found = _agreed(planned, found, until, refusal)
         if found is None:
             return None
         try:
-            restore(trainer, found)
+            restore(state, found)
         except DamagedCheckpoint as error:
             found = replace(found, damaged={**found.damaged, found.index.step: str(error)})
         except CheckpointError as error:
             raise RunError(str(error)) from None
         else:
-            _set_aside(trainer, found)
+            _set_aside(planned.config, found)
             return found
 
 
-def _agreed(trainer: Trainer, found: Checkpoint | None, until: int | None, refusal: str) -> Checkpoint | None:
+def _agreed(planned: PlannedRun, found: Checkpoint | None, until: int | None, refusal: str) -> Checkpoint | None:
     """Return the newest checkpoint that no rank has found to be damaged."""
     if found is not None and found.index.step in found.damaged:
-        found, refusal = _find(trainer, found.damaged, until)
+        found, refusal = _find(planned, found.damaged, until)
     while True:
-        everyone = all_gather_json(_seen_by(trainer, found, refusal, until))
+        everyone = all_gather_json(_seen_by(planned.config, found, refusal, until))
         differing = [rank for rank, seen in enumerate(everyone) if seen["steps"] != everyone[0]["steps"]]
         refusals = [seen["refusal"] for seen in everyone if seen["refusal"]]
         # If ranks give different reasons for one step, that of the first rank counts.
@@ -102,7 +105,7 @@ def _agreed(trainer: Trainer, found: Checkpoint | None, until: int | None, refus
         if not differing and refusals:
             raise RunError(refusals[0])
         if not differing and any(len(seen["damaged"]) < len(damaged) for seen in everyone):
-            found, refusal = _find(trainer, damaged, until)
+            found, refusal = _find(planned, damaged, until)
             continue
         differing = differing or [rank for rank, seen in enumerate(everyone) if seen["files"] != everyone[0]["files"]]
         if differing:
@@ -113,36 +116,36 @@ def _agreed(trainer: Trainer, found: Checkpoint | None, until: int | None, refus
         return None if found is None else replace(found, damaged=damaged)
 
 
-def _find(trainer: Trainer, damaged: Mapping[int, str], until: int | None) -> tuple[Checkpoint | None, str]:
+def _find(planned: PlannedRun, damaged: Mapping[int, str], until: int | None) -> tuple[Checkpoint | None, str]:
     """Return what find_checkpoint returns, or the message of what it raises: one rank must not raise alone."""
     try:
-        fingerprints = [part.corpus.fingerprint() for part in trainer.parts]
-        ends = trainer.parts[0].corpus.fingerprint_of_ends
-        config = trainer.run_config
+        fingerprints = [part.corpus.fingerprint() for part in planned.parts]
+        ends = planned.parts[0].corpus.fingerprint_of_ends
+        config = planned.config
         return find_checkpoint(config, fingerprints, damaged, fingerprint_of_ends=ends, until=until), ""
     except ValueError as error:
         # A checkpoint is refused, or the ends of the text cannot be read.
         return None, str(error)
 
 
-def _seen_by(trainer: Trainer, found: Checkpoint | None, refusal: str, until: int | None) -> dict[str, Any]:
+def _seen_by(config: Config, found: Checkpoint | None, refusal: str, until: int | None) -> dict[str, Any]:
     """Return what this rank tells the others: hosts may see different directories under the same name."""
     files = "" if found is None else f"{found.index.step} {sorted(found.index.files.items())}"
     return {
-        "steps": [step for step in checkpoints_of(trainer.config.run_dir).steps() if until is None or step <= until],
+        "steps": [step for step in checkpoints_of(config.run_dir).steps() if until is None or step <= until],
         "damaged": {} if found is None else dict(found.damaged),
         "files": hashlib.sha256(files.encode()).hexdigest(),
         "refusal": refusal,
     }
 
 
-def _set_aside(trainer: Trainer, loaded: Checkpoint) -> None:
+def _set_aside(config: Config, loaded: Checkpoint) -> None:
     """Rename the damaged checkpoints, whose steps the run will save again, and print a line for each."""
     if not loaded.damaged:
         return
     problem = ""
     if dist.get_rank() == 0:
-        checkpoints = checkpoints_of(trainer.config.run_dir)
+        checkpoints = checkpoints_of(config.run_dir)
         try:
             for step in sorted(loaded.damaged, reverse=True):
                 aside = checkpoints.set_aside(step)

@@ -21,8 +21,11 @@ from typing import Any
 from tpengine.config.lengths import index_of, numbered
 from tpengine.distributed.messages import broadcast_json
 from tpengine.files import keep_aside, write_beside
+from tpengine.observe.activity import Activity
+from tpengine.training.planned_run import PlannedRun, RunError
 from tpengine.training.state.diagnosis import find_first
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.train_step import TrainStep
+from tpengine.training.update.loss_scale import LossScale
 from tpengine.training.update.step_result import StepResult
 
 FILE_NAME = "skipped.jsonl"
@@ -32,7 +35,8 @@ class SkippedSteps:
     """The skipped steps of a run; the constructor is collective.
 
     Args:
-        trainer: runs the steps.
+        planned: the run.
+        activity: told what this rank does.
         run_dir: the run's directory on rank 0; None elsewhere. A run that does not continue another keeps an earlier
             list aside.
 
@@ -43,8 +47,8 @@ class SkippedSteps:
         RunError: on all ranks alike: the list cannot be read.
     """
 
-    def __init__(self, trainer: Trainer, run_dir: Path | None) -> None:
-        self._trainer, self._train = trainer, trainer.config.train
+    def __init__(self, planned: PlannedRun, activity: Activity, run_dir: Path | None) -> None:
+        self._planned, self._activity, self._train = planned, activity, planned.config.train
         self._path = None if run_dir is None else run_dir / FILE_NAME
         found: dict[str, Any] = {"steps": [], "error": ""}
         if self._path is not None:
@@ -67,10 +71,14 @@ class SkippedSteps:
         """Return how many steps up to and including this one were skipped, in this start and before."""
         return sum(skipped <= step for skipped in self._skipped)
 
-    def note(self, step: int, result: StepResult) -> None:
+    def note(self, step: int, result: StepResult, train_step: TrainStep) -> None:
         """Note a step that has been computed; if it was skipped, find out why and write it down. Collective.
 
         A step whose gradient overflowed with its loss scale is none of these: the scale has halved since.
+
+        Args:
+            step, result: its number, and what came of it.
+            train_step: has run it.
 
         Raises:
             RunError: on all ranks alike: --train.nonfinite-steps steps in a row were skipped.
@@ -80,7 +88,7 @@ class SkippedSteps:
         if not result.is_not_finite:
             return
         train = self._train
-        phase = self._trainer.phases.at(step)
+        phase = self._planned.phases.at(step)
         self._skipped.add(step)
         self._in_a_row.append(step)
         record = {
@@ -96,8 +104,8 @@ class SkippedSteps:
         # Write at once: the run may end while the reason is sought.
         self._write_while_all_wait(record, f"a restart meets step {step + 1} again")
         # Find the first tensor that is not finite, and write it into the step's line.
-        self._trainer.activity.begin("finding what is not finite")
-        first = find_first(self._trainer, step)
+        self._activity.begin("finding what is not finite")
+        first = find_first(train_step, step)
         found = {
             "tensor": first.tensor,
             "layer": first.layer,
@@ -112,9 +120,8 @@ class SkippedSteps:
             steps = ", ".join(str(skipped + 1) for skipped in self._in_a_row[-train.nonfinite_steps :])
             raise RunError(
                 f"updates must be finite: those of steps {steps}, --train.nonfinite-steps {train.nonfinite_steps} in a "
-                f"row, were not{_scale_in_words(self._trainer)}; in the last {numbers}, first {first}: lower "
-                "--optim.lr or lengthen "
-                "--optim.warmup-steps; --resume goes on without these steps"
+                f"row, were not{_scale_in_words(train_step.state.loss_scale)}; in the last {numbers}, first {first}: "
+                "lower --optim.lr or lengthen --optim.warmup-steps; --resume goes on without these steps"
             )
 
     def go_back(self, num_steps: int) -> None:
@@ -133,7 +140,7 @@ class SkippedSteps:
 
     def _open(self, path: Path) -> list[int]:
         """Return the steps listed by the run that this one continues; keep the list of another run aside."""
-        if not self._trainer.config.resume:
+        if not self._planned.config.resume:
             keep_aside(path)
             return []
         if not path.exists():
@@ -152,7 +159,7 @@ class SkippedSteps:
 
     def _write_while_all_wait(self, record: dict[str, Any], without: str) -> None:
         """Write a step's line on rank 0; collective. All ranks wait without a time limit, as the disk may be slow."""
-        self._trainer.activity.begin("writing what is not finite", timed=False)
+        self._activity.begin("writing what is not finite", timed=False)
         self.write(record, without)
         broadcast_json()
 
@@ -180,8 +187,7 @@ class SkippedSteps:
             print(f"tpengine: {line}", file=sys.stderr, flush=True)
 
 
-def _scale_in_words(trainer: Trainer) -> str:
-    scale = trainer.loss_scale
+def _scale_in_words(scale: LossScale) -> str:
     return f", with the loss scale at its floor, {scale.value:g}" if scale.is_at_floor else ""
 
 

@@ -20,11 +20,11 @@ from tpengine.architectures.model_path import run_of
 from tpengine.checkpoint.run.rollbacks import FILE_NAME, Rollback, joined, read_rollbacks, rollback_of, write_rollbacks
 from tpengine.distributed.messages import broadcast_json
 from tpengine.files import keep_aside
-from tpengine.training.phase_parts import enter_phase_of
+from tpengine.training.planned_run import RunError
 from tpengine.training.state.beginning import Beginning, check_beginning
 from tpengine.training.state.checkpoints import RunCheckpoints
 from tpengine.training.state.restoring import restore_beginning, restore_older
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.trainer import Trainer
 from tpengine.training.update.step_result import StepResult
 
 # To one checkpoint; a fault that is not the data's comes again whatever is left out.
@@ -59,28 +59,29 @@ class SpikeAnswers:
         found = broadcast_json(found)
         if found["error"]:
             raise RunError(found["error"])
-        trainer.go_around(joined([rollback_of(value) for value in found["rollbacks"]], trainer.rollbacks))
+        state = trainer.state
+        state.rollbacks = tuple(joined([rollback_of(value) for value in found["rollbacks"]], state.rollbacks))
 
     def _open(self, path: Path) -> list[Rollback]:
-        if not self._trainer.config.resume:
+        if not self._trainer.planned.config.resume:
             keep_aside(path)
         return read_rollbacks(path) if path.exists() else []
 
     @property
     def goes_back(self) -> bool:
         """Whether the answer is a rollback."""
-        rule = self._trainer.spikes.rule
+        rule = self._trainer.state.spikes.rule
         return rule is not None and rule.action == "rollback"
 
     @property
     def skips(self) -> bool:
         """Whether there is no more to do than to skip the update."""
-        rule = self._trainer.spikes.rule
+        rule = self._trainer.state.spikes.rule
         return rule is not None and rule.action == "skip"
 
     def words(self, step: int, result: StepResult) -> str:
         """Return what leaped, in words."""
-        limits = self._trainer.limits
+        limits = self._trainer.step.limits
         return (
             f"step {step + 1} leaps: loss {result.loss:.6g} (at most {limits.loss:.6g}), gradient norm "
             f"{result.grad_norm:.6g} (at most {limits.grad_norm:.6g})"
@@ -109,25 +110,25 @@ class SpikeAnswers:
             RunError: on all ranks alike: MOST_ROLLBACKS have led to the same checkpoint, or none can be used.
         """
         trainer, checkpoints = self._trainer, self._checkpoints
-        what, before = self.words(step, result), trainer.rollbacks
-        until = trainer.spikes.first_step(step)
+        what, before = self.words(step, result), trainer.state.rollbacks
+        until = trainer.state.spikes.first_step(step)
         checkpoints.wait()
-        trainer.activity.begin("going back to a checkpoint", timed=False)
+        trainer.state.rank.activity.begin("going back to a checkpoint", timed=False)
         to = int(broadcast_json(self._target(until)))
         if sum(rollback.to == to for rollback in before) >= MOST_ROLLBACKS:
             raise RunError(
                 f"{what}, and {MOST_ROLLBACKS} rollbacks have led to step {to} before: lower --optim.lr, look at the "
                 f"text, or --resume with --train.spike skip{checkpoints.save_before_leaving(step)}"
             )
-        phase = trainer.phases.at(step)
+        phase = trainer.planned.phases.at(step)
         samples = trainer.position(step).range_of(phase.samples_per_step)
         to = self._load(step, to, until)
         rollback = Rollback(step, to, phase.order, samples, result.loss, result.grad_norm)
-        trainer.go_around(joined(before, [rollback]))
+        trainer.state.rollbacks = tuple(joined(before, [rollback]))
         self._remove_newer(to)
         self._write()
         broadcast_json()
-        enter_phase_of(trainer, to)
+        trainer.enter_phase_of(to)
         return rollback
 
     def _target(self, until: int) -> int:
@@ -137,22 +138,23 @@ class SpikeAnswers:
     def _load(self, step: int, to: int, until: int) -> int:
         """Load a checkpoint of at most `until` steps, or the beginning if there cannot be one; return its steps."""
         trainer = self._trainer
-        found = restore_older(trainer, until)
+        found = restore_older(trainer.state, trainer.planned, until)
         if found is not None:
             return found.index.step
-        train = trainer.config.train
+        train = trainer.planned.config.train
         if until >= train.checkpoint_every:
             raise RunError(
                 f"a rollback needs a checkpoint from before its window: none has at most {until} steps, though one of "
                 f"step {train.checkpoint_every} could be there: put one back, or --resume with --train.spike skip"
                 f"{self._checkpoints.save_before_leaving(step)}"
             )
-        restore_beginning(trainer, self._found_beginning())
+        trainer.enter_phase_of(0)
+        restore_beginning(trainer.state, self._found_beginning())
         return to
 
     def _found_beginning(self) -> Beginning | None:
         """Return the weights that the run began with; None for drawn ones."""
-        model = self._trainer.config.model
+        model = self._trainer.planned.config.model
         if self._beginning is not None or not model.path:
             return self._beginning
         run = run_of(model.path)
@@ -174,7 +176,7 @@ class SpikeAnswers:
         if self._path is None:
             return
         try:
-            write_rollbacks(self._path, self._trainer.rollbacks)
+            write_rollbacks(self._path, self._trainer.state.rollbacks)
         except OSError as error:
             print(
                 f"tpengine: {self._path} cannot be written: {error}: a restart before the next checkpoint goes back "

@@ -1,4 +1,4 @@
-"""Check that a trainer's state may be saved: every number is finite, and replicas are equal to the last bit.
+"""Check that a run's state may be saved: every number is finite, and replicas are equal to the last bit.
 
 Several ranks hold the same tensors: everything over data parallelism; norm weights, and shared KV heads, over tensor
 parallelism; tied ends over the pipeline. These start equal, and every update keeps them equal, since each replica adds
@@ -26,8 +26,9 @@ from torch import Tensor
 
 from tpengine.distributed.process import link_device, max_over_ranks
 from tpengine.layout.parameters import stage_specs
+from tpengine.training.planned_run import RunError
 from tpengine.training.state.training_state import hf_name
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.train_state import TrainState
 
 _KINDS = ("", "master", "exp_avg", "exp_avg_sq")
 _NO_HASH = torch.iinfo(torch.int64).min
@@ -35,7 +36,7 @@ _NO_HASH = torch.iinfo(torch.int64).min
 _COLUMNS, _ROWS = 1 << 14, 4
 
 
-def check_finite(trainer: Trainer) -> None:
+def check_finite(state: TrainState) -> None:
     """Check every weight, master and moment of every rank; collective.
 
     Raises:
@@ -43,15 +44,15 @@ def check_finite(trainer: Trainer) -> None:
 
     Cost: one pass over the state, and a maximum over ranks of one number.
     """
-    places = _Places(trainer)
-    found = list(_state(trainer))
+    places = _Places(state)
+    found = list(_tensors(state))
     # Where replicas own slices, one may own nothing.
     each = [torch.stack(torch.aminmax(tensor)).isfinite().all() for _, _, tensor in found]
     finite = torch.stack(each).tolist() if each else []
     bad = [
         -float(places.of(kind, name)) for (kind, name, _), is_finite in zip(found, finite, strict=True) if not is_finite
     ]
-    (first,) = max_over_ranks([max(bad, default=-torch.inf)], trainer.device)
+    (first,) = max_over_ranks([max(bad, default=-torch.inf)], state.rank.device)
     if first != -torch.inf:
         raise RunError(
             f"a checkpoint's numbers must be finite: {places.name(int(-first))} is not: nothing is saved: --resume "
@@ -59,7 +60,7 @@ def check_finite(trainer: Trainer) -> None:
         )
 
 
-def check_replicas(trainer: Trainer, num_steps: int, *, masters_only: bool = False) -> None:
+def check_replicas(state: TrainState, num_steps: int, *, masters_only: bool = False) -> None:
     """Compare what several ranks hold; collective.
 
     Args:
@@ -74,11 +75,11 @@ def check_replicas(trainer: Trainer, num_steps: int, *, masters_only: bool = Fal
     """
     if dist.get_world_size() == 1:
         return
-    _check_what_forward_reads(trainer, num_steps)
+    _check_what_forward_reads(state, num_steps)
     # Hash: every tensor at the place that it has on all ranks.
-    places, link = _Places(trainer), link_device(trainer.device)
-    mine = torch.full((places.num,), _NO_HASH, dtype=torch.int64, device=trainer.device)
-    for kind, name, tensor in _state(trainer, masters_only):
+    places, link = _Places(state), link_device(state.rank.device)
+    mine = torch.full((places.num,), _NO_HASH, dtype=torch.int64, device=state.rank.device)
+    for kind, name, tensor in _tensors(state, masters_only):
         mine[places.of(kind, name)] = bits_hash(tensor)
     mine = mine.to(link)
     # Compare: one all-reduce gives the maximum of the hashes, and of their complements, hence also the minimum.
@@ -102,18 +103,18 @@ def check_replicas(trainer: Trainer, num_steps: int, *, masters_only: bool = Fal
     )
 
 
-def _check_what_forward_reads(trainer: Trainer, num_steps: int) -> None:
+def _check_what_forward_reads(state: TrainState, num_steps: int) -> None:
     """Check that the weights which forward reads are those that replicas own and update (ZeRO); collective."""
-    if trainer.sliced is None:
+    if state.sliced is None:
         return
-    places = _Places(trainer)
-    wrong = trainer.sliced.moved()
-    for name, weight in trainer.weights.items():
-        master = trainer.optimizer.masters[name]
+    places = _Places(state)
+    wrong = state.sliced.moved()
+    for name, weight in state.weights.items():
+        master = state.optimizer.masters[name]
         if master is not weight and not _same_bits(weight.detach(), master.detach().to(weight.dtype)):
             wrong.append(name)
     numbers = [-float(places.of("", name)) for name in wrong]
-    (first,) = max_over_ranks([max(numbers, default=-torch.inf)], trainer.device)
+    (first,) = max_over_ranks([max(numbers, default=-torch.inf)], state.rank.device)
     if first != -torch.inf:
         raise RunError(
             f"forward must read the weights that are trained: after step {num_steps} {places.name(int(-first))} is "
@@ -150,14 +151,14 @@ class _Places:
     Where replicas own slices (ZeRO), each has places of its own: only ranks inside a replica hold the same.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        model, self._size, self._pieces = trainer.config.model, trainer.model.parts.table_size, trainer.model.pieces
+    def __init__(self, state: TrainState) -> None:
+        model, self._size, self._pieces = state.part.config.model, state.model.parts.table_size, state.model.pieces
         self._names = [spec.name for spec in stage_specs(model, self._size, 0, model.num_layers)]
         self._first = {name: number * self._size for number, name in enumerate(self._names)}
         self._each = len(self._names) * self._size
         self._of_replica = len(_KINDS) * self._each
-        self._first_place = 0 if trainer.sliced is None else trainer.mesh.at.dp * self._of_replica
-        self.num = self._of_replica * (1 if trainer.sliced is None else trainer.mesh.shape.dp)
+        self._first_place = 0 if state.sliced is None else state.rank.mesh.at.dp * self._of_replica
+        self.num = self._of_replica * (1 if state.sliced is None else state.rank.mesh.shape.dp)
 
     def of(self, kind: str, piece: str) -> int:
         """Return the place of a piece of this rank."""
@@ -171,15 +172,15 @@ class _Places:
         return f"optimizer.{_KINDS[kind]}.{name}" if kind else name
 
 
-def _state(trainer: Trainer, masters_only: bool = False) -> Iterator[tuple[str, str, Tensor]]:
+def _tensors(state: TrainState, masters_only: bool = False) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (kind, piece, tensor) of everything that this rank holds."""
-    for name, weight in trainer.weights.items():
+    for name, weight in state.weights.items():
         if masters_only:
-            master = trainer.optimizer.masters[name]
+            master = state.optimizer.masters[name]
             yield "" if master is weight else "master", name, master.detach()
             continue
         yield "", name, weight.detach()
-        for kind, tensor in trainer.optimizer.state_of(name).items():
+        for kind, tensor in state.optimizer.state_of(name).items():
             yield kind, name, tensor.detach()
 
 

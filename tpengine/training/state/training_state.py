@@ -1,4 +1,4 @@
-"""The trainer's state as blocks of global tensors, as checkpoints hold it, under Hugging Face's Llama names.
+"""A run's state as blocks of global tensors, as checkpoints hold it, under Hugging Face's Llama names.
 
     model.layers.0.self_attn.q_proj.weight             in the training dtype, vocabulary padding left out
     optimizer.exp_avg.model.layers.0...                moments, in the accumulation dtype
@@ -26,7 +26,7 @@ from tpengine.checkpoint.run.rollbacks import rollback_of
 from tpengine.layout.parameters import EMBEDDING, HEAD, Piece
 from tpengine.layout.slices import boxes_of
 from tpengine.model.transformer import Transformer
-from tpengine.training.trainer import Trainer
+from tpengine.training.train_state import TrainState
 
 # What the name of a weight's wider copy begins with.
 MASTER = "optimizer.master."
@@ -37,23 +37,23 @@ def hf_name(name: str) -> str:
     return name if name == HEAD else f"model.{name}"
 
 
-def blocks_of(trainer: Trainer) -> dict[str, Block | Blocks]:
-    """Return every block that this rank holds, by the name it is saved under; the tensors are the trainer's own."""
+def blocks_of(state: TrainState) -> dict[str, Block | Blocks]:
+    """Return every block that this rank holds, by the name it is saved under; the tensors are the state's own."""
     parts: dict[str, list[Block]] = defaultdict(list)
-    for name, block in _blocks(trainer):
+    for name, block in _blocks(state):
         parts[name].append(block)
     return {name: found[0] if len(found) == 1 else Blocks(tuple(found)) for name, found in parts.items()}
 
 
-def masters_of(trainer: Trainer) -> Iterator[tuple[str, Block]]:
+def masters_of(state: TrainState) -> Iterator[tuple[str, Block]]:
     """Yield what the optimizer of this rank updates, as boxes of parameters without padding, by the parameter's name.
 
-    The tensors are the optimizer's own. After they have been filled, `trainer.optimizer.round_masters` must be called.
+    The tensors are the optimizer's own. After they have been filled, `state.optimizer.round_masters` must be called.
     """
-    for name, piece in trainer.model.pieces.items():
-        if name in trainer.weights:
-            part = None if trainer.sliced is None else trainer.sliced.parts[name].in_tensor
-            for block in _boxes(piece, trainer.optimizer.masters[name], part, False):
+    for name, piece in state.model.pieces.items():
+        if name in state.weights:
+            part = None if state.sliced is None else state.sliced.parts[name].in_tensor
+            for block in _boxes(piece, state.optimizer.masters[name], part, False):
                 yield piece.spec.name, block
 
 
@@ -63,34 +63,34 @@ def weights_of_model(model: Transformer) -> Iterator[tuple[str, Block]]:
         yield piece.spec.name, _block(piece, model.held[name].detach(), piece.block[0], False)
 
 
-def restore(trainer: Trainer, checkpoint: Checkpoint) -> int:
-    """Load a checkpoint into a trainer of any layout; collective.
+def restore(state: TrainState, checkpoint: Checkpoint) -> int:
+    """Load a checkpoint into a state of any layout; collective.
 
     Returns:
         The step to continue with.
 
     Raises:
-        DamagedCheckpoint: on all ranks alike: a file is damaged; the trainer must then load another checkpoint.
+        DamagedCheckpoint: on all ranks alike: a file is damaged; the state must then load another checkpoint.
         CheckpointError: on all ranks alike: the checkpoint is of another model.
     """
     if checkpoint.index.step == 0:
-        load_weights(trainer, checkpoint.directory, checkpoint.index)
+        load_weights(state, checkpoint.directory, checkpoint.index)
         # A damaged checkpoint may have filled them before.
-        for name in trainer.weights:
-            for kind, tensor in trainer.optimizer.state_of(name).items():
+        for name in state.weights:
+            for kind, tensor in state.optimizer.state_of(name).items():
                 if kind != "master":
                     tensor.zero_()
     else:
-        load(checkpoint.directory, checkpoint.index, blocks_of(trainer))
+        load(checkpoint.directory, checkpoint.index, blocks_of(state))
     # An old checkpoint has no number of updates: its version could not skip steps.
-    trainer.num_updates = checkpoint.index.state.get("updates", checkpoint.index.step)
-    trainer.loss_scale.restore(checkpoint.index.state.get("loss_scale"))
-    trainer.spikes.restore(checkpoint.index.state.get("spikes"))
-    trainer.go_around([rollback_of(value) for value in checkpoint.index.state.get("rollbacks", [])])
+    state.num_updates = checkpoint.index.state.get("updates", checkpoint.index.step)
+    state.loss_scale.restore(checkpoint.index.state.get("loss_scale"))
+    state.spikes.restore(checkpoint.index.state.get("spikes"))
+    state.rollbacks = tuple(rollback_of(value) for value in checkpoint.index.state.get("rollbacks", []))
     return checkpoint.index.step
 
 
-def load_weights(trainer: Trainer, directory: Path, index: Index) -> None:
+def load_weights(state: TrainState, directory: Path, index: Index) -> None:
     """Load the weights of a checkpoint, of any dtype; moments stay as they are; collective.
 
     Where the checkpoint has wider copies (a run of 16 bits), these are read, into our weights and our wider copies.
@@ -99,7 +99,7 @@ def load_weights(trainer: Trainer, directory: Path, index: Index) -> None:
         DamagedCheckpoint: on all ranks alike: a file is damaged.
         CheckpointError: on all ranks alike: the checkpoint is of another model.
     """
-    blocks = [(name.removeprefix(MASTER), part) for name, of in blocks_of(trainer).items() for part in parts_of(of)]
+    blocks = [(name.removeprefix(MASTER), part) for name, of in blocks_of(state).items() for part in parts_of(of)]
     load_blocks(((name, block) for name, block in blocks if not name.startswith("optimizer.")), directory, index)
 
 
@@ -112,16 +112,16 @@ def load_blocks(blocks: Iterable[tuple[str, Block]], directory: Path, index: Ind
     load(directory, index, {name: Blocks(parts) for name, parts in wanted.items()}, converts=True)
 
 
-def _blocks(trainer: Trainer) -> Iterator[tuple[str, Block]]:
-    for place, (name, piece) in enumerate(trainer.model.pieces.items()):
-        if name not in trainer.weights:
+def _blocks(state: TrainState) -> Iterator[tuple[str, Block]]:
+    for place, (name, piece) in enumerate(state.model.pieces.items()):
+        if name not in state.weights:
             continue
-        part = None if trainer.sliced is None else trainer.sliced.parts[name].in_tensor
-        stored = _stores(trainer, piece, place)
+        part = None if state.sliced is None else state.sliced.parts[name].in_tensor
+        stored = _stores(state, piece, place)
         saved = hf_name(piece.spec.name)
-        for block in _boxes(piece, trainer.weights[name].detach(), part, stored):
+        for block in _boxes(piece, state.weights[name].detach(), part, stored):
             yield saved, block
-        for kind, tensor in trainer.optimizer.state_of(name).items():
+        for kind, tensor in state.optimizer.state_of(name).items():
             for block in _boxes(piece, tensor, part, stored):
                 yield f"optimizer.{kind}.{saved}", block
 
@@ -147,13 +147,13 @@ def _block(piece: Piece, tensor: Tensor, offset: tuple[int, ...], stored: bool) 
     return Block(tensor[:num_rows], offset, spec.stored_shape, stored and num_rows > 0)
 
 
-def _stores(trainer: Trainer, piece: Piece, place: int) -> bool:
+def _stores(state: TrainState, piece: Piece, place: int) -> bool:
     """Return whether this rank stores the block; the ranks that hold the same block take turns by parameter."""
-    at, shape = trainer.mesh.at, trainer.mesh.shape
-    if piece.spec.name == EMBEDDING and not trainer.model.is_first:  # the tied copy of the last stage
+    at, shape = state.rank.mesh.at, state.rank.mesh.shape
+    if piece.spec.name == EMBEDDING and not state.model.is_first:  # the tied copy of the last stage
         return False
     num_tp = max(1, piece.num_holders * shape.tp // piece.tp)
-    if trainer.sliced is not None:  # no other replica holds it
+    if state.sliced is not None:  # no other replica holds it
         return place % num_tp == at.tp % num_tp
     holder = at.dp * num_tp + at.tp % num_tp
     return place % (shape.dp * num_tp) == holder

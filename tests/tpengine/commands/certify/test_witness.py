@@ -68,7 +68,7 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
 
 def relative_error_in_one_ranks_gradient(trainer: Trainer) -> None:
     if on_rank(1):
-        mlp: Any = trainer.model.layers["1"].mlp
+        mlp: Any = trainer.state.model.layers["1"].mlp
         sink, up = mlp.shards["4"].up_proj.sink, mlp.shards["4"].up_proj.weight
         weight_grads = sink.weight_grads
 
@@ -84,13 +84,13 @@ def relative_error_in_one_ranks_gradient(trainer: Trainer) -> None:
 
 
 def one_micro_batch_weighs_a_thousandth_more(trainer: Trainer) -> None:
-    batch, weighted = trainer.batch, trainer.batch.loss
+    batch, weighted = trainer.step.batch, trainer.step.batch.loss
     batch.loss = lambda y, mb: weighted(y, mb) * (1.001 if batch.number_of(mb) == 5 else 1)  # type: ignore[method-assign]
 
 
 def dropout_mask_off_by_one_token(trainer: Trainer) -> None:
     if on_rank(1):
-        dropouts: Any = trainer.model.layers["1"].dropouts
+        dropouts: Any = trainer.state.model.layers["1"].dropouts
         drop = dropouts.mlp_residual.__call__
 
         def shifted(x: Tensor, first_row: int, first_column: int, row_length: int) -> Tensor:
@@ -101,14 +101,14 @@ def dropout_mask_off_by_one_token(trainer: Trainer) -> None:
 
 def attention_dropout_of_the_next_head(trainer: Trainer) -> None:
     if on_rank(1):
-        attention: Any = trainer.model.layers["0"].self_attn
+        attention: Any = trainer.state.model.layers["0"].self_attn
         dropout = attention.shards["4"].dropout
         of_heads = dropout.of_heads
         dropout.of_heads = lambda first, num: of_heads((first + 1) % num, num)
 
 
 def two_chunks_added_in_the_other_order(trainer: Trainer) -> None:
-    attention: Any = trainer.model.layers["1"].self_attn
+    attention: Any = trainer.state.model.layers["1"].self_attn
     collect = attention.join
 
     def swapped(partials: Sequence[Tensor], shards: Shards) -> Tensor:
@@ -118,24 +118,24 @@ def two_chunks_added_in_the_other_order(trainer: Trainer) -> None:
 
 
 def blocks_added_one_after_the_other(trainer: Trainer) -> None:
-    blocks: Any = trainer.buckets.blocks
-    sums = {index: torch.zeros_like(flat) for index, flat in trainer.buckets.flat.items()}
+    blocks: Any = trainer.state.buckets.blocks
+    sums = {index: torch.zeros_like(flat) for index, flat in trainer.state.buckets.flat.items()}
 
     def end_block(index: int) -> None:
-        flat = trainer.buckets.flat[index]
+        flat = trainer.state.buckets.flat[index]
         sums[index].add_(flat)
-        flat.copy_(sums[index]) if trainer.model.position.microbatch == 7 else flat.zero_()
+        flat.copy_(sums[index]) if trainer.state.model.position.microbatch == 7 else flat.zero_()
 
     blocks.end_block = end_block
 
 
 def one_shards_part_of_a_norm_lost(trainer: Trainer) -> None:
     if on_rank(0):
-        gradients: Any = trainer.gradients
+        gradients: Any = trainer.state.gradients
         finish = gradients.finish
 
         def without() -> None:
-            trainer.buckets.gradients["layers.1.post_attention_layernorm.weight#2"].zero_()
+            trainer.state.buckets.gradients["layers.1.post_attention_layernorm.weight#2"].zero_()
             finish()
 
         gradients.finish = without
@@ -143,7 +143,7 @@ def one_shards_part_of_a_norm_lost(trainer: Trainer) -> None:
 
 def after(trainer: Trainer, kind: Kind, change: Callable[[], object]) -> None:
     """Run `change` after each action of a kind, before what follows sees it."""
-    inner = trainer.executor.handlers[kind]
+    inner = trainer.step.executor.handlers[kind]
     closure = inner.__closure__  # type: ignore[attr-defined]
     handlers: Any = next(cell.cell_contents for cell in closure if isinstance(cell.cell_contents, dict))
     handler = handlers[kind]
@@ -157,27 +157,27 @@ def after(trainer: Trainer, kind: Kind, change: Callable[[], object]) -> None:
 
 def one_moment_off_by_one_bit(trainer: Trainer) -> None:
     if on_rank(1):
-        name = next(name for name in trainer.model.held if name.startswith("layers.1.mlp.down_proj.weight"))
-        moment = functools.partial(trainer.optimizer.state_of, name)
+        name = next(name for name in trainer.state.model.held if name.startswith("layers.1.mlp.down_proj.weight"))
+        moment = functools.partial(trainer.state.optimizer.state_of, name)
         after(trainer, Kind.STEP, lambda: moment()["exp_avg"].view(torch.int32)[0, 0].bitwise_xor_(1))
 
 
 def one_rank_does_not_clip(trainer: Trainer) -> None:
     if on_rank(1):
         before: dict[str, Tensor] = {}
-        gradients: Any = trainer.gradients
+        gradients: Any = trainer.state.gradients
         finish = gradients.finish
 
         def keep() -> None:
             finish()
-            before.update({name: g.clone() for name, g in trainer.gradients.of.items()})
+            before.update({name: g.clone() for name, g in trainer.state.gradients.of.items()})
 
         gradients.finish = keep
-        after(trainer, Kind.CLIP, lambda: [trainer.gradients.of[name].copy_(g) for name, g in before.items()])
+        after(trainer, Kind.CLIP, lambda: [trainer.state.gradients.of[name].copy_(g) for name, g in before.items()])
 
 
 def received_activation_off_by_one_bit(trainer: Trainer) -> None:
-    stage = trainer.stages[trainer.mesh.at.pp]
+    stage = trainer.step.stages[trainer.state.rank.mesh.at.pp]
     receive = stage.receive_input
 
     def wrong(microbatch: int, x: Tensor) -> None:
@@ -189,13 +189,13 @@ def received_activation_off_by_one_bit(trainer: Trainer) -> None:
 
 def weights_of_one_replica_differ(trainer: Trainer) -> None:
     if on_rank(1):
-        norm: Any = trainer.model.layers["0"].input_layernorm
+        norm: Any = trainer.state.model.layers["0"].input_layernorm
         after(trainer, Kind.STEP, lambda: norm.weight.data.mul_(1 + 2.0**-23))
 
 
 def another_micro_batch_read(trainer: Trainer) -> None:
-    tokens = trainer.batch.tokens
-    trainer.batch.tokens = lambda mb: tokens(1 if mb == 2 else mb)  # type: ignore[method-assign]
+    tokens = trainer.step.batch.tokens
+    trainer.step.batch.tokens = lambda mb: tokens(1 if mb == 2 else mb)  # type: ignore[method-assign]
 
 
 # mutation -> the layout that can show it, and how the verdict begins

@@ -87,15 +87,15 @@ def state_of_run(config: Config) -> tuple[list[float], dict[str, Tensor]]:
     if config.resume:
         corpus = open_corpus(config)
         trainer = Trainer(config, corpus, CPU)
-        found = restore_newest(trainer, find_checkpoint(config, corpus.fingerprint()))
-        assert found is not None and found.index.step == 0 and trainer.num_updates == 0
+        found = restore_newest(trainer.state, trainer.planned, find_checkpoint(config, corpus.fingerprint()))
+        assert found is not None and found.index.step == 0 and trainer.state.num_updates == 0
     else:
         trainer = begun(config)
     before = {}
-    for name, weight in trainer.weights.items():
-        for kind, tensor in {"weight": weight, **trainer.optimizer.state_of(name)}.items():
+    for name, weight in trainer.state.weights.items():
+        for kind, tensor in {"weight": weight, **trainer.state.optimizer.state_of(name)}.items():
             before[f"{name} {kind}"] = tensor.detach().clone()
-    return [trainer.train_step(step).loss for step in range(3)], before
+    return [trainer.step.run(step).loss for step in range(3)], before
 
 
 @pytest.mark.by_default("model.path-qwen3")
@@ -134,20 +134,21 @@ def test_a_damaged_checkpoint_gives_way_to_the_import(ranks: RankPool, tmp_path:
 
 def moments_after_damage(config: Config) -> float:
     trainer = begun(config)
-    trainer.train_step(0)
-    with RunCheckpoints(trainer, Path(config.run_dir)) as checkpoints:
+    trainer.step.run(0)
+    with RunCheckpoints(trainer.state, trainer.planned, Path(config.run_dir)) as checkpoints:
         checkpoints.after_step(1)
         checkpoints.wait()
-    moments = [trainer.optimizer.state_of(name)["exp_avg_sq"] for name in trainer.weights]
+    moments = [trainer.state.optimizer.state_of(name)["exp_avg_sq"] for name in trainer.state.weights]
     assert all(float(moment.max()) > 0 for moment in moments)
     (file,) = checkpoints_of(config.run_dir).of_step(1).glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     resumed = replace(config, resume=True)
-    trainer.config = resumed
     corpus = open_corpus(config)
-    loaded = restore_newest(trainer, find_checkpoint(resumed, corpus.fingerprint()))
+    loaded = restore_newest(
+        trainer.state, replace(trainer.planned, config=resumed), find_checkpoint(resumed, corpus.fingerprint())
+    )
     assert loaded is not None and loaded.index.step == 0 and list(loaded.damaged) == [1]
     return max(float(moment.abs().max()) for moment in moments)
 

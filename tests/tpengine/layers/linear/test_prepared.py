@@ -56,8 +56,8 @@ def train(config: Config, num_steps: int = 3) -> tuple[list[float], dict[str, Te
         for step in range(num_steps):
             laid_out.clear()
             with patch.object(host_gemm.PreparedMatrix, "__init__", noting):
-                losses.append(trainer.train_step(step).loss)
-    return losses, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}, sum(laid_out)
+                losses.append(trainer.step.run(step).loss)
+    return losses, {name: p.detach().clone() for name, p in trainer.state.model.named_parameters()}, sum(laid_out)
 
 
 def largest_difference(config: Config) -> tuple[float, int]:

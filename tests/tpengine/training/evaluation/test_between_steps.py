@@ -26,11 +26,11 @@ SLOW = pytest.mark.slow
 def held_out_losses(config: Config, every: int) -> list[float]:
     """The held-out losses of a run, each after `every` steps."""
     trainer = Trainer(config, open_corpus(config), CPU)
-    forward, losses = evaluation_pass(trainer), []
+    forward, losses = evaluation_pass(trainer.state), []
     for step in range(config.train.steps):
-        trainer.train_step(step)
+        trainer.step.run(step)
         if (step + 1) % every == 0:
-            loss = held_out_loss(trainer, forward)
+            loss = held_out_loss(trainer.state, forward)
             assert loss is not None
             losses.append(loss)
     return losses
@@ -64,8 +64,8 @@ def trained(config: Config, evaluates: bool) -> object:
         of_step, digests = train_steps(trainer, step, step + 1)
         numbers.append(of_step)
         if evaluates:
-            assert held_out_loss(trainer) is not None
-            sample(trainer, read_prompt(trainer, 4), 2)
+            assert held_out_loss(trainer.state) is not None
+            sample(trainer.state, read_prompt(trainer.state, 4), 2)
     return numbers, digests
 
 

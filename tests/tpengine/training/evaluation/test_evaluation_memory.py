@@ -22,6 +22,7 @@ from tpengine.data import open_corpus
 from tpengine.training.evaluation import between_steps
 from tpengine.training.evaluation.between_steps import Evaluation
 from tpengine.training.evaluation.held_out import HeldOutLoss
+from tpengine.training.train_state import TrainState
 from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def peak(config: Config, evaluates: bool) -> tuple[int, int]:
     """The most that this rank holds in its third step and what comes before and behind it, and its weights' bytes."""
     with Allocations() as counted:
         trainer = Trainer(config, open_corpus(config), CPU)
-        evaluation = Evaluation(trainer, None, Console(file=io.StringIO()), lambda: None)
+        evaluation = Evaluation(trainer.state, None, Console(file=io.StringIO()), lambda: None)
 
         def evaluate() -> None:
             if evaluates:
@@ -40,12 +41,12 @@ def peak(config: Config, evaluates: bool) -> tuple[int, int]:
 
         for step in range(2):
             evaluate()
-            trainer.train_step(step)
+            trainer.step.run(step)
         with counted.here():
             evaluate()
-            trainer.train_step(2)
+            trainer.step.run(2)
             evaluate()
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in trainer.model.parameters())
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in trainer.state.model.parameters())
     return counted.peak_bytes(), weights
 
 
@@ -53,10 +54,10 @@ def peak_with_a_copy(config: Config, evaluates: bool) -> tuple[int, int]:
     """The same where an evaluation computes with a copy of the weights."""
     real = between_steps.held_out_losses
 
-    def copying(trainer: Trainer, forward: Any) -> HeldOutLoss:
-        copies = [parameter.clone() for parameter in trainer.model.parameters()]
+    def copying(state: TrainState, forward: Any) -> HeldOutLoss:
+        copies = [parameter.clone() for parameter in state.model.parameters()]
         assert copies
-        return real(trainer, forward)
+        return real(state, forward)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(between_steps, "held_out_losses", copying)

@@ -20,7 +20,8 @@ from tpengine.config import Config, DataConfig
 from tpengine.data import Samples, open_corpus, write_tokens
 from tpengine.training.evaluation.held_out import held_out_loss
 from tpengine.training.evaluation.sampling import read_prompt
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.planned_run import RunError
+from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 NUM_TOKENS, HELD_OUT = 9000, 900
@@ -50,12 +51,12 @@ def outcome(config: Config, paths: list[str]) -> tuple[str, object, str]:
     trainer = Trainer(config, open_corpus(here), CPU)
     said = []
     doing: object = None
-    for call in (lambda: held_out_loss(trainer), lambda: read_prompt(trainer, 4)):
+    for call in (lambda: held_out_loss(trainer.state), lambda: read_prompt(trainer.state, 4)):
         try:
             said.append(str(call()))
         except RunError as error:
             said.append(f"RunError: {error}")
-        doing = doing or trainer.activity.now.what
+        doing = doing or trainer.state.rank.activity.now.what
     return said[0], doing, said[1]
 
 
@@ -96,7 +97,7 @@ def test_ranks_of_a_replica_that_read_other_held_out_tokens_stop(
 
 def losses_of_rank(configs: list[Config]) -> list[float | None]:
     """The held-out loss of the drawn weights, by each configuration."""
-    return [held_out_loss(Trainer(config, open_corpus(config), CPU)) for config in configs]
+    return [held_out_loss(Trainer(config, open_corpus(config), CPU).state) for config in configs]
 
 
 @pytest.mark.by_default("1-1-1", "1-1-2")
@@ -143,9 +144,9 @@ def num_reads(config: Config) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Samples, "read_with_starts", counting)
-        assert held_out_loss(trainer) is not None
+        assert held_out_loss(trainer.state) is not None
         before = len(reads)
-        assert read_prompt(trainer, 4) == [0, 1, 2, 3]
+        assert read_prompt(trainer.state, 4) == [0, 1, 2, 3]
     return 10 * before + len(reads) - before
 
 

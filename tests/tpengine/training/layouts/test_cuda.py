@@ -84,7 +84,7 @@ def losses_in_bfloat16(config: Config, whose: Literal["ours", "torch"]) -> tuple
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_attention, "attention_by_torch", counted)
         trainer = Trainer(config, open_corpus(config), torch.device("cuda"))
-        return [trainer.train_step(step).loss for step in range(config.train.steps)], len(calls)
+        return [trainer.step.run(step).loss for step in range(config.train.steps)], len(calls)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_torchs_attention_trains_as_ours(
 
 def evaluate_on(config: Config, device: str) -> tuple[float, list[int]]:
     trainer = Trainer(config, open_corpus(config), torch.device(device))
-    return held_out_loss(trainer), sample(trainer, [100, 101], 20)
+    return held_out_loss(trainer.state), sample(trainer.state, [100, 101], 20)
 
 
 def test_held_out_loss_and_sample_match_the_cpus(ranks: RankPool) -> None:
@@ -133,19 +133,19 @@ def save_from(config: Config, run_dir: str, device: str) -> list[float]:
     """Train two steps, save, train on; return the losses after the save."""
     trainer = Trainer(config, open_corpus(config), torch.device(device))
     for step in range(2):
-        trainer.train_step(step)
+        trainer.step.run(step)
     saver = Saver(checkpoints_of(run_dir), keep=1)
-    saver.save(2, blocks_of(trainer), state_of(config, trainer.corpus.fingerprint(), 2))
-    losses = [trainer.train_step(step).loss for step in (2, 3)]
+    saver.save(2, blocks_of(trainer.state), state_of(config, trainer.state.part.corpus.fingerprint(), 2))
+    losses = [trainer.step.run(step).loss for step in (2, 3)]
     assert saver.wait() is None
     return losses
 
 
 def resume_on(config: Config, run_dir: str, device: str) -> list[float]:
     trainer = Trainer(config, open_corpus(config), torch.device(device))
-    checkpoint = find_checkpoint(replace(config, run_dir=run_dir), trainer.corpus.fingerprint())
-    assert checkpoint is not None and restore(trainer, checkpoint) == 2
-    return [trainer.train_step(step).loss for step in (2, 3)]
+    checkpoint = find_checkpoint(replace(config, run_dir=run_dir), trainer.state.part.corpus.fingerprint())
+    assert checkpoint is not None and restore(trainer.state, checkpoint) == 2
+    return [trainer.step.run(step).loss for step in (2, 3)]
 
 
 @pytest.mark.parametrize(("source", "target"), [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")])
@@ -196,7 +196,7 @@ def test_any_module_trains_on_a_card_as_on_the_cpu(ranks: RankPool, how: str) ->
 def train_one_billion(config: Config) -> tuple[list[float], dict[str, float]]:
     device = torch.device("cuda", 0)
     trainer = Trainer(config, open_corpus(config), device)
-    losses = [trainer.train_step(step).loss for step in range(config.train.steps)]
+    losses = [trainer.step.run(step).loss for step in range(config.train.steps)]
     record = step_record(
         config, device, step=0, loss=losses[-1], grad_norm=1.0, lr=1.0, step_seconds=1.0, peak_memory_bytes=0
     )

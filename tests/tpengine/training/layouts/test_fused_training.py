@@ -42,10 +42,10 @@ def config(tp: int, dtype: str, *, small: bool = True) -> Config:
 def first_step(config: Config, strategy: str) -> tuple[Numbers, int, str]:
     """Loss, gradient norm and sums of the gradients' squares of the first step; the arena's calls; what is said."""
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
-    trainer.comms.tp.strategy = strategy
-    arena = trainer.comms.tp.device_arena
-    said = trainer.comms.describe(trainer.mailbox)
-    result = trainer.train_step(0)
+    trainer.state.rank.comms.tp.strategy = strategy
+    arena = trainer.state.rank.comms.tp.device_arena
+    said = trainer.state.rank.comms.describe(trainer.state.rank.mailbox)
+    result = trainer.step.run(0)
     return {"loss": result.loss, "norm": result.grad_norm}, int(arena.epoch) if arena else 0, said
 
 

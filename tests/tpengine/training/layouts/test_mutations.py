@@ -25,8 +25,8 @@ from tpengine.training.trainer import Trainer
 
 
 def scale_loss(trainer: Trainer, factor: float) -> None:
-    read = trainer.reader.read
-    trainer.reader.read = lambda step: replace(read(step), loss_scale=read(step).loss_scale * factor)  # type: ignore[method-assign]
+    read = trainer.step.reader.read
+    trainer.step.reader.read = lambda step: replace(read(step), loss_scale=read(step).loss_scale * factor)  # type: ignore[method-assign]
 
 
 def loss_scaled_by_a_thousandth(trainer: Trainer) -> None:
@@ -34,119 +34,121 @@ def loss_scaled_by_a_thousandth(trainer: Trainer) -> None:
 
 
 def loss_not_divided_by_micro_batches(trainer: Trainer) -> None:
-    scale_loss(trainer, trainer.config.train.num_micro_batches)
+    scale_loss(trainer, trainer.state.part.config.train.num_micro_batches)
 
 
 def mean_of_micro_batch_means(trainer: Trainer) -> None:
     """The classic: every micro-batch weighs the same however many of its labels are ignored."""
-    weighted = trainer.batch.loss
+    weighted = trainer.step.batch.loss
 
     def loss(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
-        batch = trainer.batch.step
+        batch = trainer.step.batch.step
         valid = int((batch.labels[microbatch] != IGNORED_LABEL).sum())
-        total = trainer.config.train.num_micro_batches * trainer.mesh.shape.dp
-        trainer.batch.step = replace(batch, loss_scale=torch.tensor(1 / (valid * total), dtype=torch.float64))
+        total = trainer.state.part.config.train.num_micro_batches * trainer.state.rank.mesh.shape.dp
+        trainer.step.batch.step = replace(batch, loss_scale=torch.tensor(1 / (valid * total), dtype=torch.float64))
         value = weighted(logits, microbatch)
-        trainer.batch.step = batch
+        trainer.step.batch.step = batch
         return value
 
-    trainer.batch.loss = loss  # type: ignore[method-assign]
+    trainer.step.batch.loss = loss  # type: ignore[method-assign]
 
 
 def reduce_dropped(trainer: Trainer) -> None:
     """One bucket is not summed over its ranks."""
-    reduce = trainer.buckets.reduce
-    first = min(trainer.buckets.flat)
+    reduce = trainer.state.buckets.reduce
+    first = min(trainer.state.buckets.flat)
     done = type("Done", (), {"wait": lambda self: None})()
-    trainer.buckets.reduce = lambda i: done if i == first else reduce(i)  # type: ignore[method-assign]
+    trainer.state.buckets.reduce = lambda i: done if i == first else reduce(i)  # type: ignore[method-assign]
 
 
 def norms_not_summed_over_tp(trainer: Trainer) -> None:
-    reduce = trainer.buckets.reduce
-    layouts = trainer.layout.buckets_of(trainer.mesh.at.pp)
-    dp = trainer.comms.dp
-    trainer.buckets.reduce = lambda i: (  # type: ignore[method-assign]
-        dp.start_all_reduce(trainer.buckets.flat[i]) if layouts[i].reduce_over == ("dp", "tp") else reduce(i)
+    reduce = trainer.state.buckets.reduce
+    layouts = trainer.state.part.layout.buckets_of(trainer.state.rank.mesh.at.pp)
+    dp = trainer.state.rank.comms.dp
+    trainer.state.buckets.reduce = lambda i: (  # type: ignore[method-assign]
+        dp.start_all_reduce(trainer.state.buckets.flat[i]) if layouts[i].reduce_over == ("dp", "tp") else reduce(i)
     )
 
 
 def replicated_kv_not_summed(trainer: Trainer) -> None:
-    reduce = trainer.buckets.reduce
-    layouts = trainer.layout.buckets_of(trainer.mesh.at.pp)
-    dp = trainer.comms.dp
-    trainer.buckets.reduce = lambda i: (  # type: ignore[method-assign]
-        dp.start_all_reduce(trainer.buckets.flat[i]) if layouts[i].reduce_over == ("dp", "replica") else reduce(i)
+    reduce = trainer.state.buckets.reduce
+    layouts = trainer.state.part.layout.buckets_of(trainer.state.rank.mesh.at.pp)
+    dp = trainer.state.rank.comms.dp
+    trainer.state.buckets.reduce = lambda i: (  # type: ignore[method-assign]
+        dp.start_all_reduce(trainer.state.buckets.flat[i]) if layouts[i].reduce_over == ("dp", "replica") else reduce(i)
     )
 
 
 def bucket_reduced_before_its_last_contribution(trainer: Trainer) -> None:
     """One contribution to each bucket is counted before it is made."""
-    arm, contributed = trainer.buckets.arm, trainer.buckets.contributed
+    arm, contributed = trainer.state.buckets.arm, trainer.state.buckets.contributed
 
     def arm_early(order: Sequence[int], on_start: Callable[[int], None] | None = None) -> None:
         arm(order, on_start)
         for index in order:
             contributed(index)
 
-    trainer.buckets.arm = arm_early  # type: ignore[method-assign]
+    trainer.state.buckets.arm = arm_early  # type: ignore[method-assign]
 
 
 def previous_gradient_received(trainer: Trainer) -> None:
     """Micro-batch 3 receives the gradient of micro-batch 2, as with two receives in the wrong order."""
-    take = trainer.stages[trainer.mesh.at.pp].take_input_grad
+    take = trainer.step.stages[trainer.state.rank.mesh.at.pp].take_input_grad
     held: dict[int, torch.Tensor] = {}
 
     def swapped(microbatch: int) -> torch.Tensor:
         held[microbatch] = take(microbatch)
         return held[microbatch if microbatch < 3 else 2]
 
-    trainer.stages[trainer.mesh.at.pp].take_input_grad = swapped  # type: ignore[method-assign]
+    trainer.step.stages[trainer.state.rank.mesh.at.pp].take_input_grad = swapped  # type: ignore[method-assign]
 
 
 def layer_dropped(trainer: Trainer) -> None:
-    if "3" in trainer.model.layers:
-        trainer.model.layers["3"].forward = lambda x, seq: x  # type: ignore[method-assign]
+    if "3" in trainer.state.model.layers:
+        trainer.state.model.layers["3"].forward = lambda x, seq: x  # type: ignore[method-assign]
 
 
 def tie_forgotten(trainer: Trainer) -> None:
-    trainer.executor.handlers = {
-        **trainer.executor.handlers,
-        next(k for k in trainer.executor.handlers if k.name == "TIE_REDUCE"): lambda _: None,
+    trainer.step.executor.handlers = {
+        **trainer.step.executor.handlers,
+        next(k for k in trainer.step.executor.handlers if k.name == "TIE_REDUCE"): lambda _: None,
     }
 
 
 def tied_copy_counted_in_the_norm(trainer: Trainer) -> None:
-    if trainer.mesh.at.pp > 0 and EMBEDDING in trainer.gradients.of:
-        trainer.norm.owned.append((0, trainer.gradients.of[EMBEDDING]))
+    if trainer.state.rank.mesh.at.pp > 0 and EMBEDDING in trainer.state.gradients.of:
+        trainer.step.norm.owned.append((0, trainer.state.gradients.of[EMBEDDING]))
 
 
 def replicated_norms_counted_twice(trainer: Trainer) -> None:
-    trainer.norm.owned[:] = enumerate(trainer.gradients.of.values())
+    trainer.step.norm.owned[:] = enumerate(trainer.state.gradients.of.values())
 
 
 def gradients_not_zeroed(trainer: Trainer) -> None:
-    trainer.buckets.zero = lambda: None  # type: ignore[method-assign]
+    trainer.state.buckets.zero = lambda: None  # type: ignore[method-assign]
 
 
 def weights_differ_between_shards(trainer: Trainer) -> None:
     """Every rank draws its shard as if it were the first."""
     with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            if parameter.dim() == 2 and trainer.mesh.at.tp == 1:
+        for parameter in trainer.state.model.parameters():
+            if parameter.dim() == 2 and trainer.state.rank.mesh.at.tp == 1:
                 parameter.mul_(1 + 1e-6)
 
 
 def data_order_ignores_the_replica(trainer: Trainer) -> None:
-    first = replace(trainer.mesh, at=replace(trainer.mesh.at, dp=0))
-    ends = trainer.layout.ranks[0], trainer.layout.ranks[-1]
-    trainer.reader = BatchReader(trainer.config, trainer.corpus.train, first, ends, trainer.device)
+    first = replace(trainer.state.rank.mesh, at=replace(trainer.state.rank.mesh.at, dp=0))
+    ends = trainer.state.part.layout.ranks[0], trainer.state.part.layout.ranks[-1]
+    trainer.step.reader = BatchReader(
+        trainer.state.part.config, trainer.state.part.corpus.train, first, ends, trainer.state.rank.device
+    )
 
 
 def positions_shifted(trainer: Trainer) -> None:
     """Sequences are regrouped with the wrong length after the gather."""
-    half = trainer.config.train.seq_len // 2
-    forward = trainer.model.forward
-    trainer.model.forward = lambda x, seq, chunk: forward(x, half, chunk)  # type: ignore[method-assign]
+    half = trainer.state.part.config.train.seq_len // 2
+    forward = trainer.state.model.forward
+    trainer.state.model.forward = lambda x, seq, chunk: forward(x, half, chunk)  # type: ignore[method-assign]
 
 
 # mutation -> the layout (dp, tp, pp) that can show it

@@ -126,8 +126,8 @@ def test_packed_gradients_are_at_most_twice_as_wrong(
 def launched_by_default(config: Config, device: str) -> tuple[list[tuple[int, ...]], bool]:
     """Return the matrices that buckets have packed, and whether the layout says that there are some."""
     trainer = Trainer(config, witness.open_corpus(config), torch.device(device))
-    packs = [names for bucket in trainer.layout.buckets.values() for names in bucket.layout.packs]
-    return [tuple(matrix.shape) for matrix in trainer.buckets.packs.values()], bool(packs)
+    packs = [names for bucket in trainer.state.part.layout.buckets.values() for names in bucket.layout.packs]
+    return [tuple(matrix.shape) for matrix in trainer.state.buckets.packs.values()], bool(packs)
 
 
 @pytest.mark.parametrize("reduction", ["fast", "exact"])

@@ -26,7 +26,8 @@ from tpengine.layers import Documents
 from tpengine.training.evaluation.forward_pass import ForwardPass
 from tpengine.training.evaluation.held_out import HeldOutLoss, held_out_losses
 from tpengine.training.evaluation.sampling import read_prompt
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.planned_run import RunError
+from tpengine.training.trainer import Trainer
 
 VOCAB = 250
 
@@ -47,7 +48,7 @@ def packed(config: Config, path: Path, **data: Any) -> Config:
 
 
 def held_out(config: Config) -> HeldOutLoss:
-    return held_out_losses(Trainer(config, open_corpus(config), torch.device("cpu")))
+    return held_out_losses(Trainer(config, open_corpus(config), torch.device("cpu")).state)
 
 
 # Of the two, every one has a stage in the middle or ranks that share a sequence.
@@ -91,10 +92,10 @@ def logits(config: Config, tokens: Tensor, starts: list[int] | None) -> list[Ten
     found: list[Tensor] = []
 
     def keep(y: Tensor, microbatch: int) -> None:
-        found.append(trainer.comms.tp.all_gather(y.T.contiguous())[:VOCAB].T)
+        found.append(trainer.state.rank.comms.tp.all_gather(y.T.contiguous())[:VOCAB].T)
 
     with torch.no_grad():
-        ForwardPass(trainer, len(tokens), 1).run(tokens, keep, documents)
+        ForwardPass(trainer.state, len(tokens), 1).run(tokens, keep, documents)
     return found or None
 
 
@@ -167,7 +168,7 @@ def test_a_prompt_is_of_one_document(ranks: RankPool, tmp_path: Path, packing: s
 
 
 def prompt_of(config: Config) -> list[int]:
-    return read_prompt(Trainer(config, open_corpus(config), torch.device("cpu")), 16)
+    return read_prompt(Trainer(config, open_corpus(config), torch.device("cpu")).state, 16)
 
 
 @pytest.mark.slow
@@ -205,7 +206,7 @@ def test_a_step_of_ignored_labels_alone_is_refused(ranks: RankPool, tmp_path: Pa
 
 def trained_step(config: Config) -> str:
     try:
-        Trainer(config, open_corpus(config), torch.device("cpu")).train_step(0)
+        Trainer(config, open_corpus(config), torch.device("cpu")).step.run(0)
     except RunError as error:
         return str(error)
     return "trained"

@@ -70,10 +70,10 @@ def test_parity(
 def train_through(config: Config, memory: bool) -> Outcome:
     """Train, and say first that all exchanges go through shared memory, or none."""
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
-    comms, shape = trainer.comms, trainer.mesh.shape
+    comms, shape = trainer.state.rank.comms, trainer.state.rank.mesh.shape
     assert (comms.tp.arena is not None) == (memory and shape.tp > 1 and config.parallel.tp_comm == "fused")
     assert (comms.dp.arena is not None) == (memory and shape.dp > 1)
-    assert (trainer.mailbox is not None) == (memory and shape.pp > 1)
+    assert (trainer.state.rank.mailbox is not None) == (memory and shape.pp > 1)
     return outcome_of(trainer)
 
 

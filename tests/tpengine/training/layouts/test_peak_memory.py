@@ -35,10 +35,12 @@ def peaks(config: Config) -> tuple[int, int]:
     """The bytes that this rank held at most in its second step, and what was predicted."""
     with Allocations() as counted:
         trainer = Trainer(config, open_corpus(config), CPU)
-        trainer.train_step(0)
+        trainer.step.run(0)
         with counted.here():
-            trainer.train_step(1)
-    return counted.peak_bytes(), memory_of(config, trainer.layout, trainer.plan)[trainer.mesh.at.pp].peak
+            trainer.step.run(1)
+    return counted.peak_bytes(), memory_of(config, trainer.state.part.layout, trainer.state.part.plan)[
+        trainer.state.rank.mesh.at.pp
+    ].peak
 
 
 def peaks_with_a_double(config: Config) -> tuple[int, int]:

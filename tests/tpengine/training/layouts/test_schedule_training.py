@@ -35,8 +35,10 @@ def train_counted(config: Config) -> Outcome:
     """Train, and compare the most micro-batches that were live with the plan's figure."""
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
     outcome = outcome_of(trainer)
-    planned = clock(trainer.plan.actions).peak_live_activations[trainer.mesh.at.pp] * len(trainer.stages)
-    assert trainer.pipeline.most_live == planned, (trainer.pipeline.most_live, planned)
+    planned = clock(trainer.state.part.plan.actions).peak_live_activations[trainer.state.rank.mesh.at.pp] * len(
+        trainer.step.stages
+    )
+    assert trainer.step.pipeline.most_live == planned, (trainer.step.pipeline.most_live, planned)
     return outcome
 
 
@@ -114,7 +116,12 @@ def test_a_schedule_of_a_users_own(ranks: RankPool, references: dict[bool, Outco
 def train_and_evaluate(config: Config) -> list[float | None]:
     """Losses of a step, of 40 held-out micro-batches, of another step and of them again: four plans, one mailbox."""
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
-    return [trainer.train_step(0).loss, held_out_loss(trainer), trainer.train_step(1).loss, held_out_loss(trainer)]
+    return [
+        trainer.step.run(0).loss,
+        held_out_loss(trainer.state),
+        trainer.step.run(1).loss,
+        held_out_loss(trainer.state),
+    ]
 
 
 @pytest.mark.slow

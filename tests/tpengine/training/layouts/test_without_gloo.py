@@ -58,9 +58,9 @@ def calls_of_run(config: Config) -> list[list[Call]]:
             report = step_batch.Report
             patch.setattr(step_batch, "Report", lambda *said, report=report: report(*(said or (1, 0, 24))))
             trainer = Trainer(config, corpus, CPU)
-            trainer.train_step(0)
-            held_out_loss(trainer)
-            sample(trainer, [1, 2], 1)
+            trainer.step.run(0)
+            held_out_loss(trainer.state)
+            sample(trainer.state, [1, 2], 1)
             calls.append(recorder.calls)
             del trainer
     return calls

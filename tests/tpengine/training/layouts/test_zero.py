@@ -51,10 +51,10 @@ def references(ranks: RankPool) -> dict[bool, Outcome]:
 def train_and_count(config: Config) -> Outcome:
     """Train; the plan gathers what its stage says, and nothing is left that it has freed."""
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
-    actions = trainer.plan.actions[trainer.mesh.at.pp]
+    actions = trainer.state.part.plan.actions[trainer.state.rank.mesh.at.pp]
     gathered = sum(len(action.gathers) for action in actions)
-    num_buckets = len(trainer.buckets.flat)
-    assert trainer.sliced is not None
+    num_buckets = len(trainer.state.buckets.flat)
+    assert trainer.state.sliced is not None
     if config.parallel.residency == "use":
         assert gathered > num_buckets
     else:
@@ -62,9 +62,9 @@ def train_and_count(config: Config) -> Outcome:
     frees = sum(action.kind is Kind.FREE or any(s.kind is Kind.FREE for s in action.subs) for action in actions)
     assert bool(frees) == (config.parallel.zero == 3)
     outcome = outcome_of(trainer)
-    has_memory = [flat.untyped_storage().nbytes() > 0 for flat in trainer.sliced.flat.values()]
+    has_memory = [flat.untyped_storage().nbytes() > 0 for flat in trainer.state.sliced.flat.values()]
     assert has_memory == [config.parallel.zero < 3] * num_buckets
-    assert [trainer.buckets.has_memory(index) for index in trainer.buckets.flat] == [
+    assert [trainer.state.buckets.has_memory(index) for index in trainer.state.buckets.flat] == [
         config.parallel.zero < 2
     ] * num_buckets
     return outcome
@@ -122,8 +122,13 @@ def test_one_micro_batch(ranks: RankPool) -> None:
 def losses_and_text(config: Config) -> tuple[list[float | None], list[int]]:
     """Losses of a step and of held-out text, twice; then a sample: plans that gather for themselves."""
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
-    losses = [trainer.train_step(0).loss, held_out_loss(trainer), trainer.train_step(1).loss, held_out_loss(trainer)]
-    return losses, sample(trainer, [10, 20, 30], 3)
+    losses = [
+        trainer.step.run(0).loss,
+        held_out_loss(trainer.state),
+        trainer.step.run(1).loss,
+        held_out_loss(trainer.state),
+    ]
+    return losses, sample(trainer.state, [10, 20, 30], 3)
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def added_up_twice(trainer: Trainer) -> None:
 
 
 def scaled_again_on_each_stage(trainer: Trainer) -> None:
-    factor = 1 / (1 + trainer.mesh.at.pp)
+    factor = 1 / (1 + trainer.state.rank.mesh.at.pp)
     around_wait(trainer, lambda before, after: before + factor * (after - before))
 
 
@@ -55,7 +55,7 @@ def sums_in_bfloat16(trainer: Trainer) -> None:
 
 def not_reduced(trainer: Trainer) -> None:
     """Each replica keeps its own contribution to its slice."""
-    comm = trainer.comms.dp
+    comm = trainer.state.rank.comms.dp
 
     def own(x: Tensor, out: Tensor, **_: Any) -> Work:
         out.copy_(x.view(comm.size, -1)[comm.rank])
@@ -66,7 +66,7 @@ def not_reduced(trainer: Trainer) -> None:
 
 def last_steps_weights_are_used(trainer: Trainer) -> None:
     """A gather that brings what was there before the update."""
-    weights = trainer.moves.weights
+    weights = trainer.step.moves.weights
     gather, old = weights.gather, {index: own.clone() for index, own in weights.own.items()}
 
     def late(index: int) -> None:
@@ -83,20 +83,20 @@ def last_steps_weights_are_used(trainer: Trainer) -> None:
 
 def step_counters_apart(trainer: Trainer) -> None:
     """One replica corrects the bias of other moments."""
-    if trainer.mesh.at.dp:
-        trainer.num_updates = 1
+    if trainer.state.rank.mesh.at.dp:
+        trainer.state.num_updates = 1
 
 
 def norms_not_summed_over_tp(trainer: Trainer) -> None:
-    trainer.gradients.finish = lambda: None  # type: ignore[method-assign]
+    trainer.state.gradients.finish = lambda: None  # type: ignore[method-assign]
 
 
 def norm_of_own_slices_alone(trainer: Trainer) -> None:
     """Replicas clip by different norms, of what each owns."""
-    reduce, comm = trainer.comms.dp.all_reduce_, trainer.comms.dp
+    reduce, comm = trainer.state.rank.comms.dp.all_reduce_, trainer.state.rank.comms.dp
 
     def forgotten(x: Tensor) -> Tensor:
-        return x if len(x) == trainer.norm.num_figures + 1 else reduce(x)
+        return x if len(x) == trainer.step.norm.num_figures + 1 else reduce(x)
 
     comm.all_reduce_ = forgotten  # type: ignore[method-assign]
 

@@ -60,14 +60,16 @@ def counted_on_a_host_each(config: Config) -> tuple[StateBytes, StateBytes, int]
 def counted(config: Config) -> tuple[StateBytes, StateBytes, int]:
     """After a step: what the optimizer, the buckets and the weights hold, what it should be, and all other tensors."""
     trainer = Trainer(config, open_corpus(config), CPU)
-    trainer.train_step(0)
-    trainer.train_step(1)
-    weights = [*trainer.model.held.values(), *trainer.weights.values()]
-    gradients = [*trainer.buckets.flat.values(), *trainer.gradients.of.values()]
-    states = [trainer.optimizer.state_of(name) for name in trainer.weights]
+    trainer.step.run(0)
+    trainer.step.run(1)
+    weights = [*trainer.state.model.held.values(), *trainer.state.weights.values()]
+    gradients = [*trainer.state.buckets.flat.values(), *trainer.state.gradients.of.values()]
+    states = [trainer.state.optimizer.state_of(name) for name in trainer.state.weights]
     moments = [tensors[kind] for tensors in states for kind in ("exp_avg", "exp_avg_sq")]
     masters = [tensors["master"] for tensors in states if "master" in tensors]
-    expected = state_bytes(config, trainer.layout, trainer.mesh.at.pp, trainer.mesh.at.dp)
+    expected = state_bytes(
+        config, trainer.state.part.layout, trainer.state.rank.mesh.at.pp, trainer.state.rank.mesh.at.dp
+    )
     found = StateBytes(
         storage_bytes(weights),
         storage_bytes(gradients),
@@ -123,10 +125,10 @@ def held_at_the_beginning(config: Config) -> tuple[int, int]:
         for module in ("tpkernels.symmetric.memory", "tpengine.distributed.process"):
             patch.setattr(f"{module}.host_identity", dist.get_rank)
         trainer = Trainer(config, open_corpus(config), CPU)
-    largest = max(flat.numel() * flat.element_size() for flat in trainer.buckets.flat.values())
+    largest = max(flat.numel() * flat.element_size() for flat in trainer.state.buckets.flat.values())
     assert max(buffers) == largest
     gc.collect()
-    shapes = {tuple(weight.shape) for weight in trainer.model.held.values()}
+    shapes = {tuple(weight.shape) for weight in trainer.state.model.held.values()}
     packed = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.dim() == 2 and not t.is_meta]
     # Views of memory that has been taken away; nothing else of the size of a matrix has memory.
     return sum(t.untyped_storage().nbytes() for t in packed if tuple(t.shape) in shapes), len(packed)
@@ -154,7 +156,7 @@ def traffic(config: Config) -> tuple[int, int, int]:
     """Elements that this rank sends in a step: gathered, reduced; and those of the padded buckets."""
     trainer = Trainer(config, open_corpus(config), CPU)
     sent = {"gathered": 0, "reduced": 0}
-    comm = trainer.comms.dp
+    comm = trainer.state.rank.comms.dp
     gather, reduce = comm.start_all_gather, comm.start_reduce_scatter
 
     def counted_gather(own: torch.Tensor, full: torch.Tensor) -> Any:
@@ -168,8 +170,8 @@ def traffic(config: Config) -> tuple[int, int, int]:
         return reduce(x, out, **options)
 
     comm.start_all_gather, comm.start_reduce_scatter = counted_gather, counted_reduce  # type: ignore[method-assign]
-    trainer.train_step(0)
-    return sent["gathered"], sent["reduced"], sum(flat.numel() for flat in trainer.buckets.flat.values())
+    trainer.step.run(0)
+    return sent["gathered"], sent["reduced"], sum(flat.numel() for flat in trainer.state.buckets.flat.values())
 
 
 # Times that all weights are gathered, and all gradients reduced, in a step of m micro-batches.
@@ -199,31 +201,35 @@ SAVED, STEPS = 2, 3
 def train_and_save(config: Config, run_dir: str) -> None:
     trainer = Trainer(config, open_corpus(config), CPU)
     for step in range(SAVED):
-        trainer.train_step(step)
-    check_finite(trainer)
-    check_replicas(trainer, SAVED)
+        trainer.step.run(step)
+    check_finite(trainer.state)
+    check_replicas(trainer.state, SAVED)
     saver = Saver(checkpoints_of(run_dir), keep=2)
-    saver.save(SAVED, blocks_of(trainer), state_of(config, trainer.corpus.fingerprint(), SAVED, trainer.num_updates))
+    saver.save(
+        SAVED,
+        blocks_of(trainer.state),
+        state_of(config, trainer.state.part.corpus.fingerprint(), SAVED, trainer.state.num_updates),
+    )
     assert saver.wait() is None
 
 
 def go_on(config: Config, run_dir: str) -> Outcome:
     trainer = resumed(config, run_dir, SAVED)
-    numbers = [(result.loss, result.grad_norm) for result in map(trainer.train_step, range(SAVED, STEPS))]
+    numbers = [(result.loss, result.grad_norm) for result in map(trainer.step.run, range(SAVED, STEPS))]
     return numbers, weights_of(trainer)
 
 
 def straight(config: Config) -> Outcome:
     trainer = Trainer(config, open_corpus(config), CPU)
-    numbers = [(result.loss, result.grad_norm) for result in map(trainer.train_step, range(STEPS))]
+    numbers = [(result.loss, result.grad_norm) for result in map(trainer.step.run, range(STEPS))]
     return numbers[SAVED:], weights_of(trainer)
 
 
 def weights_of(trainer: Trainer) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
     with whole_weights(trainer):
         return {
-            name: (trainer.model.pieces[name].block[0], weight.detach().clone())
-            for name, weight in trainer.model.held.items()
+            name: (trainer.state.model.pieces[name].block[0], weight.detach().clone())
+            for name, weight in trainer.state.model.held.items()
         }
 
 
@@ -250,10 +256,14 @@ def test_a_run_goes_on_at_another_stage_in_another_layout(
 def resumed_without_masters(config: Config, run_dir: str) -> str:
     """Save a checkpoint whose masters were left out, and go on from it; return what is said."""
     trainer = Trainer(config, open_corpus(config), CPU)
-    blocks = {name: block for name, block in blocks_of(trainer).items() if not name.startswith("optimizer.master.")}
-    assert len(blocks) < len(blocks_of(trainer))
+    blocks = {
+        name: block for name, block in blocks_of(trainer.state).items() if not name.startswith("optimizer.master.")
+    }
+    assert len(blocks) < len(blocks_of(trainer.state))
     saver = Saver(checkpoints_of(run_dir), keep=2)
-    saver.save(SAVED, blocks, state_of(config, trainer.corpus.fingerprint(), SAVED, trainer.num_updates))
+    saver.save(
+        SAVED, blocks, state_of(config, trainer.state.part.corpus.fingerprint(), SAVED, trainer.state.num_updates)
+    )
     assert saver.wait() is None
     with pytest.raises(CheckpointError) as error:
         resumed(config, run_dir, SAVED)

@@ -44,7 +44,6 @@ from tpengine.plan import Action, Kind, Plan
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, WEIGHT_GRADIENT
 from tpengine.planner.modelled.memory import memory_of
 from tpengine.planner.profiles.file import read_profile
-from tpengine.training.phase_parts import enter_phase_of
 from tpengine.training.profiler.clocks import clock_of
 from tpengine.training.profiler.profiler import Profiler, crowding, num_local_ranks
 from tpengine.training.trainer import Trainer
@@ -67,12 +66,12 @@ def recorded_step(config: Config, has_mailbox: bool) -> tuple[int, bytes]:
     """Train two steps; return the rank's stage and what it records of the second."""
     with contextlib.nullcontext() if has_mailbox else patch("tpengine.training.trainer.open_mailbox", lambda *_: None):
         trainer = Trainer(config, open_corpus(config), CPU)
-    trainer.train_step(0)
-    trace = trainer.executor.trace = Trace()
-    trainer.train_step(1)
+    trainer.step.run(0)
+    trace = trainer.step.executor.trace = Trace()
+    trainer.step.run(1)
     ran = [(event.action, event.begin_ns, event.end_ns) for event in trace.events]
     waited = [(w.action, w.begin_ns, w.end_ns, w.was_complete, w.done_ns) for w in trace.awaited]
-    return trainer.mesh.at.pp, encode_record(ran, waited, trainer.pipeline.copies)
+    return trainer.state.rank.mesh.at.pp, encode_record(ran, waited, trainer.step.pipeline.copies)
 
 
 def records_of(ranks: RankPool, config: Config, has_mailbox: bool = True) -> tuple[Plan, list[tuple[int, RankRecord]]]:
@@ -203,15 +202,15 @@ def profiled_run(config: Config, run_dir: str, lose_run_dir: bool, num_steps: in
     said: list[str] = []
     trainer = Trainer(config, open_corpus(config), CPU)
     is_first = torch.distributed.get_rank() == 0
-    profiler = Profiler(trainer, Path(run_dir) if is_first else None, say=said.append)
+    profiler = Profiler(trainer.planned, CPU, Path(run_dir) if is_first else None, say=said.append)
     if is_first and lose_run_dir:
         shutil.rmtree(run_dir)
     for step in range(num_steps):
-        profiler.begin(step)
-        assert (trainer.executor.trace is not None) == (step in profiled_steps(config))
-        trainer.train_step(step)
+        profiler.begin(step, trainer.step)
+        assert (trainer.step.executor.trace is not None) == (step in profiled_steps(config))
+        trainer.step.run(step)
         profiler.end(step, 1.0)
-        assert trainer.executor.trace is None
+        assert trainer.step.executor.trace is None
     profiler.finish()
     return said
 
@@ -262,18 +261,18 @@ def slow_where(config: Config, run_dir: str, slow: str) -> None:
     """Profile a run in which the head, or a block, comes late, forward and back."""
     trainer = Trainer(config, open_corpus(config), CPU)
     is_first = torch.distributed.get_rank() == 0
-    if trainer.model.is_last:
-        module = trainer.model.lm_head if slow == "head" else next(reversed(trainer.model.layers.values()))
+    if trainer.state.model.is_last:
+        module = trainer.state.model.lm_head if slow == "head" else next(reversed(trainer.state.model.layers.values()))
 
         def late_both_ways(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             nap(inputs[0])
             inputs[0].register_hook(nap)
 
         module.register_forward_pre_hook(late_both_ways)
-    profiler = Profiler(trainer, Path(run_dir) if is_first else None, say=lambda _: None)
+    profiler = Profiler(trainer.planned, CPU, Path(run_dir) if is_first else None, say=lambda _: None)
     for step in range(2):
-        profiler.begin(step)
-        trainer.train_step(step)
+        profiler.begin(step, trainer.step)
+        trainer.step.run(step)
         profiler.end(step, 1.0)
 
 
@@ -297,11 +296,11 @@ def profiled_phases(config: Config, run_dir: str) -> list[str]:
     phases = phases_of(config)
     corpora = open_corpora(phases)
     trainer = Trainer(config, corpora[0], CPU, corpora=corpora)
-    profiler = Profiler(trainer, Path(run_dir), say=said.append)
+    profiler = Profiler(trainer.planned, CPU, Path(run_dir), say=said.append)
     for step in range(config.train.steps):
-        enter_phase_of(trainer, step)
-        profiler.begin(step)
-        trainer.train_step(step)
+        trainer.enter_phase_of(step)
+        profiler.begin(step, trainer.step)
+        trainer.step.run(step)
         profiler.end(step, 1.0)
     profiler.finish()
     return said
@@ -333,11 +332,13 @@ def ranks_with_a_late_one(config: Config, run_dir: str) -> None:
     trainer = Trainer(config, open_corpus(config), CPU)
     rank = torch.distributed.get_rank()
     if rank == 1:
-        trainer.executor.handlers = {kind: late(handler) for kind, handler in trainer.executor.handlers.items()}
-    profiler = Profiler(trainer, Path(run_dir) if rank == 0 else None, say=lambda _: None)
+        trainer.step.executor.handlers = {
+            kind: late(handler) for kind, handler in trainer.step.executor.handlers.items()
+        }
+    profiler = Profiler(trainer.planned, CPU, Path(run_dir) if rank == 0 else None, say=lambda _: None)
     for step in range(2):
-        profiler.begin(step)
-        trainer.train_step(step)
+        profiler.begin(step, trainer.step)
+        trainer.step.run(step)
         profiler.end(step, 1.0)
 
 
@@ -445,7 +446,8 @@ def heard_run(config: Config, run_dir: str) -> tuple[list[str], list[str]]:
 
 def resumed_profiler(config: Config, run_dir: str) -> list[str]:
     said: list[str] = []
-    Profiler(Trainer(config, open_corpus(config), CPU), Path(run_dir), first_step=3, say=said.append)
+    planned = Trainer(config, open_corpus(config), CPU).planned
+    Profiler(planned, CPU, Path(run_dir), first_step=3, say=said.append)
     return said
 
 

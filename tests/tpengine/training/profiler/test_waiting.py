@@ -13,14 +13,16 @@ from support.ranks.rank_pool import RankPool
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.training.profiler.peers import Peers
-from tpengine.training.profiler.waiting import awaited, explain
+from tpengine.training.profiler.waiting import AwaitedRanks, awaited
 from tpengine.training.trainer import Trainer
 
 
 def who_waits_for_whom(config: Config) -> dict[str, dict[str, list[int]]]:
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
-    actions = trainer.plan.actions[trainer.mesh.at.pp]
-    return {str(action): awaited(trainer, action) for action in actions} | {"words": awaited(trainer, "words")}
+    actions = trainer.state.part.plan.actions[trainer.state.rank.mesh.at.pp]
+    return {str(action): awaited(trainer.state, action) for action in actions} | {
+        "words": awaited(trainer.state, "words")
+    }
 
 
 @pytest.mark.slow
@@ -62,7 +64,8 @@ def test_every_rank_of_a_plan_waits_for_somebody_else(ranks: RankPool) -> None:
 def explanation(config: Config) -> tuple[str, str, int]:
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
     peers = Peers(torch.device("cpu"))
-    alive = explain(trainer, peers, "words")
+    explain = AwaitedRanks(trainer.state, peers, None).explain
+    alive = explain("words")
     # A process that has ended and was not waited for is a zombie: gone as well.
     child = os.fork()
     if child == 0:
@@ -70,9 +73,9 @@ def explanation(config: Config) -> tuple[str, str, int]:
     peers.local[1 - dist.get_rank()] = child
     while not peers.gone([1 - dist.get_rank()]):
         pass
-    dead = explain(trainer, peers, "words")
+    dead = explain("words")
     os.waitpid(child, 0)
-    assert explain(trainer, peers, "words") == dead
+    assert explain("words") == dead
     return alive, dead, dist.get_rank()
 
 

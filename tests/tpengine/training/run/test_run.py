@@ -24,8 +24,10 @@ from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.observe.console import console_for
 from tpengine.observe.metrics import MetricsWriter
+from tpengine.training.planned_run import RunError
 from tpengine.training.run import loop as run
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.train_state import TrainState
+from tpengine.training.trainer import Trainer
 
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48", "--model.num-layers", "1"),
@@ -40,10 +42,11 @@ def test_building_has_a_time_limit_and_a_disk_has_none(tmp_path: Path, monkeypat
     class Seen(Trainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            timed[str(self.activity.now.what)] = self.activity.now.timed
+            now = self.state.rank.activity.now
+            timed[str(now.what)] = now.timed
 
-    def restore(trainer: Trainer, _: object) -> None:
-        timed[str(trainer.activity.now.what)] = trainer.activity.now.timed
+    def restore(state: TrainState, *_: object) -> None:
+        timed[str(state.rank.activity.now.what)] = state.rank.activity.now.timed
         raise RunError("enough")
 
     monkeypatch.setattr(run, "Trainer", Seen)
@@ -85,7 +88,10 @@ def begun(config: Config, run_dir: str) -> str:
     job: Any = SimpleNamespace(
         run_dir=Path(run_dir) if rank == 0 else None, shared_cores=0, checkpoint=None, beginning=None
     )
-    with pytest.raises(RunError) as error, run.open_writer(trainer, job, console_for(rank), None):
+    with (
+        pytest.raises(RunError) as error,
+        run.open_writer(trainer.planned, trainer.state, job, console_for(rank), None),
+    ):
         pass
     return str(error.value)
 
@@ -112,7 +118,10 @@ def begun_unheard(config: Config, run_dir: Path) -> list[str]:
         for console, stderr in ((Console(file=output), sys.stderr), (console_for(0), errors)):
             (run_dir / "metrics.jsonl").touch()
             try:
-                with patch.object(sys, "stderr", stderr), run.open_writer(trainer, job, console, None):
+                with (
+                    patch.object(sys, "stderr", stderr),
+                    run.open_writer(trainer.planned, trainer.state, job, console, None),
+                ):
                     found.append("begun")
             except (OSError, RunError) as error:
                 found.append(repr(error))

@@ -28,9 +28,10 @@ from tpengine.hugging_face.read import BoxReader
 from tpengine.hugging_face.source import Source
 from tpengine.layout.parameters import ParameterSpec, stage_specs
 from tpengine.model.transformer import Transformer
+from tpengine.training.planned_run import RunError
 from tpengine.training.state.beginning import begin_from, check_beginning
 from tpengine.training.state.training_state import masters_of
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.trainer import Trainer
 
 
 def begun_pieces(config: Config) -> Pieces:
@@ -88,7 +89,7 @@ def read_by_rank(config: Config) -> tuple[int, int, Pieces]:
             trainer = begun(config, draws=False)
     finally:
         torch.use_deterministic_algorithms(False)
-    held = sum(block.tensor.numel() * 8 for _, block in masters_of(trainer))
+    held = sum(block.tensor.numel() * 8 for _, block in masters_of(trainer.state))
     return num_bytes, held, pieces_of(trainer)
 
 
@@ -153,7 +154,7 @@ def losses_and_weights(config: Config) -> tuple[list[float], list[Pieces]]:
     trainer, seen = begun(config), []
     losses = []
     for step in range(config.train.steps):
-        losses.append(trainer.train_step(step).loss)
+        losses.append(trainer.step.run(step).loss)
         if not (step + 1) % EVERY:
             seen.append(pieces_of(trainer))
     return losses, seen
@@ -227,11 +228,11 @@ def refusal(config: Config, path: str) -> str:
     """What is said if a file is cut after it has been checked."""
     trainer, found = Trainer(config, open_corpus(config), CPU), check_beginning(config.model)
     dist.barrier()
-    if trainer.mesh.at.tp == 0:
+    if trainer.state.rank.mesh.at.tp == 0:
         os.truncate(path, os.path.getsize(path) // 2)
     dist.barrier()
     try:
-        begin_from(trainer, found)
+        begin_from(trainer.state, found)
     except RunError as error:
         return str(error)
     return ""

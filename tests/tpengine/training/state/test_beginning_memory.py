@@ -53,9 +53,9 @@ def measured(config: Config, with_whole_pieces: bool) -> dict[str, int]:
     with counting() as counts, pytest.MonkeyPatch.context() as patch:
         if with_whole_pieces:
             patch.setattr(beginning_module, "BoxReader", WholeTensors)
-        begin_from(trainer, found)
+        begin_from(trainer.state, found)
     growth = peak_bytes() - before
-    elements = sum(block.tensor.numel() for _, block in masters_of(trainer))
+    elements = sum(block.tensor.numel() for _, block in masters_of(trainer.state))
     # Parameters, their wider copies, gradients and moments: all in place before the first weight is read.
     itemsize = 4 + 4 + 8 if config.train.dtype == "float32" else 2 + 4 + 4 + 8
     return {"growth": growth, "held": elements * itemsize, "elements": elements, "read": sum(counts)}

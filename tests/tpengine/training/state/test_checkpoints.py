@@ -19,8 +19,9 @@ from tpengine.checkpoint.index import FileEntry
 from tpengine.checkpoint.run.resume import checkpoints_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.training.planned_run import RunError
 from tpengine.training.state.checkpoints import RunCheckpoints
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -33,7 +34,9 @@ def config_saving(every: int, run_dir: Path, *, steps: int = 5, keep: int = 2, r
 
 def prepared(config: Config) -> tuple[Trainer, RunCheckpoints]:
     trainer = Trainer(config, open_corpus(config), CPU)
-    return trainer, RunCheckpoints(trainer, Path(config.run_dir) if trainer.mesh.at.pp == 0 else None)
+    return trainer, RunCheckpoints(
+        trainer.state, trainer.planned, Path(config.run_dir) if trainer.state.rank.mesh.at.pp == 0 else None
+    )
 
 
 def run_steps(config: Config) -> list[list[int]]:
@@ -42,7 +45,7 @@ def run_steps(config: Config) -> list[list[int]]:
     seen = []
     with checkpoints:
         for step in range(config.train.steps):
-            trainer.train_step(step)
+            trainer.step.run(step)
             checkpoints.after_step(step + 1)
             checkpoints.wait()
             seen.append(checkpoints_of(config.run_dir).steps())
@@ -84,7 +87,7 @@ def steps_while_writing(config: Config) -> list[str]:
     try:
         with checkpoints:
             for step in range(3):
-                trainer.train_step(step)
+                trainer.step.run(step)
                 events.append(f"step {step + 1}")
                 if step == 1:
                     gate.set()
@@ -114,7 +117,7 @@ def steps_on_slow_storage(config: Config, seconds: float) -> tuple[list[str], li
     def slow(blocks: Any, path: str) -> FileEntry:
         events.append("write begins")
         while not gate.wait(0.01):
-            if seconds and trainer.activity.now.what == "waiting for the checkpoint before":
+            if seconds and trainer.state.rank.activity.now.what == "waiting for the checkpoint before":
                 gate.set()
         entry = save_file(blocks, path)
         events.append("write ends")
@@ -127,7 +130,7 @@ def steps_on_slow_storage(config: Config, seconds: float) -> tuple[list[str], li
         checkpoints,
     ):
         for step in range(config.train.steps):
-            result = trainer.train_step(step, lambda: [float(checkpoints.is_writing)])
+            result = trainer.step.run(step, lambda: [float(checkpoints.is_writing)])
             events.append(f"step {step + 1}")
             if step == 3 and not seconds:
                 gate.set()
@@ -156,7 +159,7 @@ def stop_now(config: Config) -> list[str]:
     trainer, checkpoints = prepared(config)
     with checkpoints:
         for step in range(3):
-            trainer.train_step(step)
+            trainer.step.run(step)
             checkpoints.after_step(step + 1)
         return [checkpoints.save_and_say(3, 2), checkpoints.save_and_say(3, 15)]
 
@@ -209,7 +212,7 @@ def shard_on_another_disk(config: Config) -> tuple[str, list[int]]:
 
     def elsewhere(self: storage.Writer, *args: Any) -> Any:
         results = write(self, *args)
-        if directory.steps() == [2] and trainer.mesh.at.pp == 1:
+        if directory.steps() == [2] and trainer.state.rank.mesh.at.pp == 1:
             for path in directory.begin(4).glob("rank-00001-*"):
                 path.unlink()
         return results
@@ -218,7 +221,7 @@ def shard_on_another_disk(config: Config) -> tuple[str, list[int]]:
     try:
         with checkpoints:
             for step in range(4):
-                trainer.train_step(step)
+                trainer.step.run(step)
                 checkpoints.after_step(step + 1)
             checkpoints.wait()
             with pytest.raises(RunError) as error:
@@ -243,7 +246,7 @@ def run_that_cannot_save(config: Config, broken: tuple[int, ...]) -> tuple[str, 
     def failing(blocks: Any, path: str) -> FileEntry:
         nonlocal saves
         saves += 1
-        if saves in broken and trainer.mesh.at.pp == 1:
+        if saves in broken and trainer.state.rank.mesh.at.pp == 1:
             raise OSError(28, "No space left on device")
         return save_file(blocks, path)
 
@@ -251,7 +254,7 @@ def run_that_cannot_save(config: Config, broken: tuple[int, ...]) -> tuple[str, 
     try:
         with checkpoints:
             for step in range(config.train.steps):
-                trainer.train_step(step)
+                trainer.step.run(step)
                 checkpoints.after_step(step + 1)
         checkpoints.raise_if_the_last_is_missing()
     except RunError as error:

@@ -24,9 +24,10 @@ from tpengine.checkpoint.run.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.training.planned_run import RunError
 from tpengine.training.state.skipped_steps import SkippedSteps
 from tpengine.training.state.training_state import blocks_of
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.trainer import Trainer
 from tpengine.training.update.loss_scale import FIRST_SCALE, FLOOR
 
 OVERFLOW, STEPS = 2, 4
@@ -40,26 +41,26 @@ def half(dp: int, tp: int, pp: int, **parallel: Any) -> Config:
 
 def spoiled(trainer: Trainer, rank: int) -> Trainer:
     """In one step one rank adds infinity to one gradient, in its first micro-batch."""
-    if trainer.sliced is not None:
+    if trainer.state.sliced is not None:
         return spoiled_slices(trainer, rank)
-    after_backward = trainer.gradients.after_backward
+    after_backward = trainer.state.gradients.after_backward
 
     def spoil(chunk: int, microbatch: int, reduced: Any) -> None:
         after_backward(chunk, microbatch, reduced)
-        if dist.get_rank() == rank and trainer.model.position.step == OVERFLOW and microbatch == 0:
-            next(iter(trainer.buckets.gradients.values())).view(-1)[-1] = math.inf
+        if dist.get_rank() == rank and trainer.state.model.position.step == OVERFLOW and microbatch == 0:
+            next(iter(trainer.state.buckets.gradients.values())).view(-1)[-1] = math.inf
 
-    trainer.gradients.after_backward = spoil  # type: ignore[method-assign]
+    trainer.state.gradients.after_backward = spoil  # type: ignore[method-assign]
     return trainer
 
 
 def spoiled_slices(trainer: Trainer, rank: int) -> Trainer:
     """The same where replicas own slices: in what the rank contributes to the first sum of that step."""
-    comm, spoilt = trainer.comms.dp, []
+    comm, spoilt = trainer.state.rank.comms.dp, []
     reduce = comm.start_reduce_scatter
 
     def spoil(x: Tensor, out: Tensor, **options: Any) -> Work:
-        if dist.get_rank() == rank and trainer.model.position.step == OVERFLOW and not spoilt:
+        if dist.get_rank() == rank and trainer.state.model.position.step == OVERFLOW and not spoilt:
             spoilt.append(x)
             x[0] = math.inf
         return reduce(x, out, **options)
@@ -75,18 +76,20 @@ def state_digests(trainer: Trainer) -> Digests:
 def steps_of(trainer: Trainer, first: int) -> tuple[list[tuple[bool, bool, float | None]], Digests]:
     told = []
     for step in range(first, STEPS):
-        before, num_updates = state_digests(trainer), trainer.num_updates
-        result = trainer.train_step(step)
+        before, num_updates = state_digests(trainer), trainer.state.num_updates
+        result = trainer.step.run(step)
         told.append((result.skipped, result.overflowed, result.loss_scale))
         assert math.isfinite(result.loss)
-        assert (state_digests(trainer) == before) == result.skipped == (trainer.num_updates == num_updates)
+        assert (state_digests(trainer) == before) == result.skipped == (trainer.state.num_updates == num_updates)
     return told, state_digests(trainer)
 
 
 def save(trainer: Trainer, run_dir: str, num_steps: int) -> None:
     saver = Saver(checkpoints_of(run_dir), keep=2)
-    state = state_of(trainer.config, trainer.corpus.fingerprint(), num_steps, trainer.num_updates)
-    saver.save(num_steps, blocks_of(trainer), {**state, "loss_scale": trainer.loss_scale.state()})
+    state = state_of(
+        trainer.state.part.config, trainer.state.part.corpus.fingerprint(), num_steps, trainer.state.num_updates
+    )
+    saver.save(num_steps, blocks_of(trainer.state), {**state, "loss_scale": trainer.state.loss_scale.state()})
     assert saver.wait() is None
 
 
@@ -99,7 +102,7 @@ def run_and_resume(
         path = f"{run_dir}/{saved}"
         trainer = spoiled(Trainer(config, open_corpus(config), CPU), rank)
         for step in range(saved):
-            trainer.train_step(step)
+            trainer.step.run(step)
         save(trainer, path, saved)
         outcomes.append(steps_of(spoiled(resumed(config, path, saved), rank), saved))
     return outcomes
@@ -130,16 +133,16 @@ def test_one_ranks_overflow_is_skipped_by_all(
 def fallen(config: Config, run_dir: str) -> str:
     """The scale has fallen as far as it can, and still something overflows."""
     trainer = Trainer(config, open_corpus(config), CPU)
-    trainer.loss_scale.restore({"value": FLOOR, "updates": 0})
-    trainer.model.layers["1"].register_forward_hook(
+    trainer.state.loss_scale.restore({"value": FLOOR, "updates": 0})
+    trainer.state.model.layers["1"].register_forward_hook(
         lambda module, inputs, y: y.register_hook(lambda dy: dy * math.inf) and None
     )
-    skipped = SkippedSteps(trainer, None)
+    skipped = SkippedSteps(trainer.planned, trainer.state.rank.activity, None)
     with pytest.raises(RunError) as error:
         for step in range(STEPS):
-            result = trainer.train_step(step)
+            result = trainer.step.run(step)
             assert result.skipped and not result.overflowed
-            skipped.note(step, result)
+            skipped.note(step, result, trainer.step)
     return str(error.value)
 
 
@@ -163,4 +166,4 @@ def test_float16_follows_float32(ranks: RankPool) -> None:
 
 def losses(config: Config) -> list[float]:
     trainer = Trainer(config, open_corpus(config), CPU)
-    return [trainer.train_step(step).loss for step in range(STEPS)]
+    return [trainer.step.run(step).loss for step in range(STEPS)]

@@ -21,10 +21,11 @@ from tpengine.checkpoint.run.resume import checkpoints_of, find_checkpoint, stat
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.training.planned_run import RunError
 from tpengine.training.state import restoring
 from tpengine.training.state.restoring import restore_newest
 from tpengine.training.state.training_state import blocks_of
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 SHARD = "rank-00001-of-00002.safetensors"
@@ -41,18 +42,18 @@ def save(config: Config, steps: tuple[int, ...]) -> None:
     saver = Saver(checkpoints_of(config.run_dir), keep=9)
     for step in steps:
         mark(trainer, float(step))
-        saver.save(step, blocks_of(trainer), state_of(config, trainer.corpus.fingerprint(), step))
+        saver.save(step, blocks_of(trainer.state), state_of(config, trainer.state.part.corpus.fingerprint(), step))
         assert saver.wait() is None
 
 
 def mark(trainer: Trainer, value: float) -> None:
-    for parameter in trainer.model.held.values():
+    for parameter in trainer.state.model.held.values():
         parameter.data.fill_(value)
 
 
 def values_of(trainer: Trainer) -> set[float]:
     """Return the values of the weights, without the rows that pad the vocabulary."""
-    weights = [block for name, block in blocks_of(trainer).items() if not name.startswith("optimizer.")]
+    weights = [block for name, block in blocks_of(trainer.state).items() if not name.startswith("optimizer.")]
     return {float(value) for block in weights for part in parts_of(block) for value in part.tensor.unique()}
 
 
@@ -67,7 +68,9 @@ def restored(config: Config, blind: str) -> tuple[int, set[float], str] | str:
     said = io.StringIO()
     with contextlib.redirect_stderr(said), _blind_to(blind if dist.get_rank() == 1 else ""):
         try:
-            found = restore_newest(trainer, find_checkpoint(config, trainer.corpus.fingerprint()))
+            found = restore_newest(
+                trainer.state, trainer.planned, find_checkpoint(config, trainer.state.part.corpus.fingerprint())
+            )
         except RunError as error:
             return str(error)
     return -1 if found is None else found.index.step, values_of(trainer), said.getvalue()
@@ -167,10 +170,10 @@ def restored_without_text(config: Config) -> object:
 
     find = restoring.find_checkpoint
     trainer = Trainer(config, open_corpus(config), CPU)
-    found = find_checkpoint(config, trainer.corpus.fingerprint())
+    found = find_checkpoint(config, trainer.state.part.corpus.fingerprint())
     restoring.find_checkpoint = refused if dist.get_rank() == 1 else find  # type: ignore[assignment]
     try:
-        restore_newest(trainer, found)
+        restore_newest(trainer.state, trainer.planned, found)
     except RunError as error:
         return str(error)
     finally:

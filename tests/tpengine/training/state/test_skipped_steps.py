@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -40,12 +40,13 @@ from tpengine.checkpoint.save import Saver
 from tpengine.config import Config, phases_of
 from tpengine.data import open_corpus
 from tpengine.observe.activity import Activity
+from tpengine.training.planned_run import RunError
 from tpengine.training.run import loop as run
 from tpengine.training.state import skipped_steps
 from tpengine.training.state.diagnosis import Finding
 from tpengine.training.state.skipped_steps import SkippedSteps
 from tpengine.training.state.training_state import blocks_of
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.trainer import Trainer
 from tpengine.training.update.step_result import StepResult
 
 # What goes wrong where: (step, micro-batch over all replicas) -> what of the loss.
@@ -59,15 +60,15 @@ def poisoned(trainer: Trainer, poison: Poison) -> Trainer:
 
     def spoil(loss: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
         def spoilt(logits: Tensor, microbatch: int) -> Tensor:
-            value, number = loss(logits, microbatch), trainer.batch.number_of(microbatch)
-            what = poison.get((trainer.model.position.step, number))
+            value, number = loss(logits, microbatch), trainer.step.batch.number_of(microbatch)
+            what = poison.get((trainer.state.model.position.step, number))
             if what == "loss":
-                trainer.batch.losses[number] = torch.nan
+                trainer.step.batch.losses[number] = torch.nan
             return value * torch.inf if what == "gradient" else value
 
         return spoilt
 
-    trainer.batch.loss = spoil(trainer.batch.loss)  # type: ignore[method-assign]
+    trainer.step.batch.loss = spoil(trainer.step.batch.loss)  # type: ignore[method-assign]
     return trainer
 
 
@@ -84,7 +85,7 @@ def one_run(config: Config) -> tuple[Found, list[int], bool]:
         before = digests_of(trainer)
         found, after = train_steps(trainer, step, step + 1)
         numbers += found
-        updates.append(trainer.num_updates)
+        updates.append(trainer.state.num_updates)
         if step in (2, 4):
             is_left &= all(after[key] == before[key] for key in after if key[2] != "gradient")
     return (numbers, digests_of(trainer)), updates, is_left
@@ -94,8 +95,8 @@ def first_part(config: Config, run_dir: str) -> None:
     trainer = poisoned(Trainer(config, open_corpus(config), CPU), POISON)
     train_steps(trainer, 0, SAVED)
     saver = Saver(checkpoints_of(run_dir), keep=2)
-    state = state_of(config, trainer.corpus.fingerprint(), SAVED, trainer.num_updates)
-    saver.save(SAVED, blocks_of(trainer), state)
+    state = state_of(config, trainer.state.part.corpus.fingerprint(), SAVED, trainer.state.num_updates)
+    saver.save(SAVED, blocks_of(trainer.state), state)
     assert saver.wait() is None
 
 
@@ -133,37 +134,37 @@ def test_skipping_has_the_same_bits_in_every_layout_and_across_a_resume(
 
 def spoil_layer(trainer: Trainer, number: str, forward: bool) -> None:
     """Micro-batch 2's output of a layer, or the gradient of it."""
-    if number not in trainer.model.layers:
+    if number not in trainer.state.model.layers:
         return
 
     def see(_: Any, __: Any, output: Tensor) -> Tensor:
-        if trainer.model.position.microbatch != 2:
+        if trainer.state.model.position.microbatch != 2:
             return output
         if forward:
             return output * torch.nan
         output.register_hook(lambda gradient: gradient * torch.inf)
         return output
 
-    trainer.model.layers[number].register_forward_hook(see)
+    trainer.state.model.layers[number].register_forward_hook(see)
 
 
 def spoil_weight(trainer: Trainer) -> None:
-    for name, parameter in trainer.model.held.items():
+    for name, parameter in trainer.state.model.held.items():
         if name == "layers.3.mlp.up_proj.weight":
             parameter.data[-1, -1] = torch.inf
 
 
 def spoil_once(trainer: Trainer) -> None:
     """What happens in the first step's first gradient, and not when it is computed again."""
-    finish, calls = trainer.gradients.finish, []
+    finish, calls = trainer.state.gradients.finish, []
 
     def spoilt() -> None:
         finish()
-        if not calls and "layers.0.mlp.up_proj.weight" in trainer.gradients.of:
-            trainer.gradients.of["layers.0.mlp.up_proj.weight"].fill_(torch.nan)
+        if not calls and "layers.0.mlp.up_proj.weight" in trainer.state.gradients.of:
+            trainer.state.gradients.of["layers.0.mlp.up_proj.weight"].fill_(torch.nan)
         calls.append(None)
 
-    trainer.gradients.finish = spoilt  # type: ignore[method-assign]
+    trainer.state.gradients.finish = spoilt  # type: ignore[method-assign]
 
 
 ACCIDENTS: dict[str, tuple[Callable[[Trainer], None], str]] = {
@@ -192,11 +193,11 @@ def name_them(config: Config) -> list[str]:
 def name_it(config: Config, accident: str) -> str:
     trainer = Trainer(config, open_corpus(config), CPU)
     ACCIDENTS[accident][0](trainer)
-    skipped = SkippedSteps(trainer, None)
-    result = trainer.train_step(0)
-    assert result.skipped and trainer.num_updates == 0
+    skipped = SkippedSteps(trainer.planned, trainer.state.rank.activity, None)
+    result = trainer.step.run(0)
+    assert result.skipped and trainer.state.num_updates == 0
     try:
-        skipped.note(0, result)
+        skipped.note(0, result, trainer.step)
     except RunError as error:
         return str(error)
     return "no error"
@@ -220,10 +221,11 @@ def listed(run_dir: Path, what: str) -> list[Any]:
     sought, what the next start knows, and the tensors of the list.
     """
     config = replace(config_for(1, 1, 1), resume=True)
-    trainer: Any = SimpleNamespace(config=config, activity=Activity(), phases=phases_of(config), num_updates=0)
+    planned: Any = SimpleNamespace(config=config, phases=phases_of(config))
+    train_step = cast(Any, None)
     path, seen = run_dir / "skipped.jsonl", []
 
-    def find(_: Trainer, step: int) -> Finding:
+    def find(_: object, step: int) -> Finding:
         seen.append(path.read_text().splitlines() if path.exists() else [])
         return Finding(f"tensor {step}", None, None)
 
@@ -250,15 +252,15 @@ def listed(run_dir: Path, what: str) -> list[Any]:
         file = opened(path, mode, *args, **kwargs)
         return Full(file) if "skipped.jsonl" in path.name and set(mode) & set("wa") else file
 
-    skipped = SkippedSteps(trainer, run_dir)
+    skipped = SkippedSteps(planned, Activity(), run_dir)
     with patch.object(skipped_steps, "find_first", find):
         for step in range(2):
             with patch.object(Path, "open", full) if what == f"full in {step}" else nullcontext():
-                skipped.note(step, StepResult(1.0, float("nan"), 0.0, skipped=True))
+                skipped.note(step, StepResult(1.0, float("nan"), 0.0, skipped=True), train_step)
     tensors = [json.loads(line)["tensor"] for line in path.read_text().splitlines()]
     if what == "no newline":
         path.write_text(path.read_text().rstrip("\n"))
-    return [seen, sorted(SkippedSteps(trainer, run_dir).known), tensors]
+    return [seen, sorted(SkippedSteps(planned, Activity(), run_dir).known), tensors]
 
 
 def test_a_skipped_step_is_listed_before_its_reason_is_sought(ranks: RankPool, tmp_path: Path) -> None:
@@ -280,7 +282,8 @@ def slow_disk(run_dir: Path) -> list[tuple[str, bool, int]]:
             done.append((str(what), timed, sum(mark.exists() for mark in marks)))
 
     config = config_for(1, 1, 1)
-    trainer: Any = SimpleNamespace(config=config, activity=Noting(), phases=phases_of(config), num_updates=0)
+    planned: Any = SimpleNamespace(config=config, phases=phases_of(config))
+    activity, train_step = Noting(), cast(Any, None)
     write, left = SkippedSteps.write, iter(marks)
 
     def slowly(self: SkippedSteps, record: dict[str, Any], without: str) -> None:
@@ -289,13 +292,13 @@ def slow_disk(run_dir: Path) -> list[tuple[str, bool, int]]:
             time.sleep(0.3)
             next(left).touch()
 
-    skipped = SkippedSteps(trainer, run_dir if rank == 0 else None)
+    skipped = SkippedSteps(planned, activity, run_dir if rank == 0 else None)
     with (
         patch.object(skipped_steps, "find_first", lambda *_: Finding("a tensor", None, None)),
         patch.object(SkippedSteps, "write", slowly),
     ):
-        skipped.note(0, StepResult(1.0, float("nan"), 0.0, skipped=True))
-    trainer.activity.begin("the next step")
+        skipped.note(0, StepResult(1.0, float("nan"), 0.0, skipped=True), train_step)
+    activity.begin("the next step")
     return done
 
 
@@ -345,10 +348,13 @@ def test_every_restart_gets_further(
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             poisoned(self, bad)
+            compute = self.step.run
 
-        def train_step(self, step: int, *args: Any) -> Any:
-            computed.append(step)
-            return super().train_step(step, *args)
+            def counted(step: int, *args: Any) -> StepResult:
+                computed.append(step)
+                return compute(step, *args)
+
+            self.step.run = counted  # type: ignore[method-assign]
 
     monkeypatch.setattr(run, "Trainer", Poisoned)
     limit = ("--train.nonfinite-steps", "2")

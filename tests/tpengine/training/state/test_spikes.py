@@ -52,10 +52,10 @@ def until_the_leap(config: Config, run_dir: str) -> list[bool]:
         for step in range(STEPS):
             if step == LEAP:
                 saver = Saver(checkpoints_of(run_dir), keep=2)
-                state = state_of(config, trainer.corpus.fingerprint(), step, trainer.num_updates)
-                saver.save(step, blocks_of(trainer), {**state, "spikes": trainer.spikes.state()})
+                state = state_of(config, trainer.state.part.corpus.fingerprint(), step, trainer.state.num_updates)
+                saver.save(step, blocks_of(trainer.state), {**state, "spikes": trainer.state.spikes.state()})
                 assert saver.wait() is None
-            result = trainer.train_step(step)
+            result = trainer.step.run(step)
             assert result.skipped == result.spiked
             found.append(result.spiked)
     finally:
@@ -68,8 +68,8 @@ def rest(config: Config, run_dir: str, leaves_out: bool) -> Any:
     undo, trainer = with_bad_labels(), resumed(config, run_dir, LEAP)
     try:
         if not leaves_out:
-            result = trainer.train_step(LEAP)
-            assert result.spiked and trainer.num_updates == LEAP
+            result = trainer.step.run(LEAP)
+            assert result.spiked and trainer.state.num_updates == LEAP
         return train_steps(trainer, LEAP + 1, STEPS)
     finally:
         undo()
@@ -99,8 +99,8 @@ def exchanges(config: Config) -> tuple[list[str], bool]:
     """What a step that is judged exchanges over groups and communicators, in its order; whether it leaps."""
     trainer, called = Trainer(config, open_corpus(config), CPU), []
     for step in range(3):
-        trainer.train_step(step)
-    assert (trainer.spikes.rule is None) == (trainer.spikes.limits(3, 0) == Limits())
+        trainer.step.run(step)
+    assert (trainer.state.spikes.rule is None) == (trainer.state.spikes.limits(3, 0) == Limits())
 
     def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -116,7 +116,7 @@ def exchanges(config: Config) -> tuple[list[str], bool]:
         for name, method in vars(Communicator).items():
             if callable(method) and not name.startswith("__"):
                 patch.setattr(Communicator, name, counted(name, method))
-        result = trainer.train_step(3)
+        result = trainer.step.run(3)
     return called, result.spiked
 
 

@@ -20,9 +20,10 @@ from torch import Tensor
 from tpengine.checkpoint.run.resume import checkpoints_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.training.planned_run import RunError
 from tpengine.training.state.checkpoints import RunCheckpoints
 from tpengine.training.state.state_check import bits_hash
-from tpengine.training.trainer import RunError, Trainer
+from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -67,19 +68,19 @@ def flip(tensor: Tensor) -> None:
 
 
 def one_moment(trainer: Trainer) -> None:
-    flip(trainer.optimizer.state_of("layers.3.mlp.up_proj.weight")["exp_avg_sq"])
+    flip(trainer.state.optimizer.state_of("layers.3.mlp.up_proj.weight")["exp_avg_sq"])
 
 
 def norm_of_one_tp_rank(trainer: Trainer) -> None:
-    flip(trainer.optimizer.masters["layers.1.input_layernorm.weight"])
+    flip(trainer.state.optimizer.masters["layers.1.input_layernorm.weight"])
 
 
 def shared_kv_head(trainer: Trainer) -> None:
-    flip(trainer.optimizer.masters["layers.4.self_attn.k_proj.weight"])
+    flip(trainer.state.optimizer.masters["layers.4.self_attn.k_proj.weight"])
 
 
 def tied_end(trainer: Trainer) -> None:
-    flip(trainer.optimizer.masters["embed_tokens.weight"])
+    flip(trainer.state.optimizer.masters["embed_tokens.weight"])
 
 
 DRIFTS: dict[str, tuple[Callable[[Trainer], None], tuple[int, int, int], int, str]] = {
@@ -95,9 +96,9 @@ def drifting(config: Config, run_dir: str, drift: str) -> list[str]:
     spoil, _, rank, _ = DRIFTS[drift]
     trainer = Trainer(config, open_corpus(config), CPU)
     said = []
-    with RunCheckpoints(trainer, Path(run_dir) if dist.get_rank() == 0 else None) as checkpoints:
+    with RunCheckpoints(trainer.state, trainer.planned, Path(run_dir) if dist.get_rank() == 0 else None) as checkpoints:
         for step in range(2):
-            trainer.train_step(step)
+            trainer.step.run(step)
             checkpoints.after_step(step + 1)
         if dist.get_rank() == rank:
             spoil(trainer)
@@ -128,12 +129,12 @@ def test_replicas_that_differ_in_a_bit_are_named_and_not_saved(ranks: RankPool, 
 
 def weight_with_memory_of_its_own(trainer: Trainer) -> None:
     """As by a layer that takes memory for its own: values are right until the next update."""
-    weight = trainer.model.held["layers.1.self_attn.k_proj.weight"]
+    weight = trainer.state.model.held["layers.1.self_attn.k_proj.weight"]
     weight.data = weight.detach().clone()
 
 
 def weight_that_is_not_its_master(trainer: Trainer) -> None:
-    flip(trainer.weights["layers.0.mlp.up_proj.weight"])
+    flip(trainer.state.weights["layers.0.mlp.up_proj.weight"])
 
 
 LOST = {
@@ -145,8 +146,8 @@ LOST = {
 def losing(config: Config, lose: str) -> list[str]:
     """What the check between checkpoints says after a step, and after a loss on one rank."""
     trainer, said = Trainer(config, open_corpus(config), CPU), []
-    trainer.train_step(0)
-    with RunCheckpoints(trainer, None) as checkpoints:
+    trainer.step.run(0)
+    with RunCheckpoints(trainer.state, trainer.planned, None) as checkpoints:
         checkpoints.after_step(1)
         if dist.get_rank() == 1:
             globals()[lose](trainer)
@@ -172,11 +173,11 @@ def test_a_weight_that_is_trained_elsewhere_than_it_is_read_is_named(
 
 def trained(config: Config, run_dir: str) -> int:
     trainer = Trainer(config, open_corpus(config), CPU)
-    with RunCheckpoints(trainer, Path(run_dir) if dist.get_rank() == 0 else None) as checkpoints:
+    with RunCheckpoints(trainer.state, trainer.planned, Path(run_dir) if dist.get_rank() == 0 else None) as checkpoints:
         for step in range(config.train.steps):
-            trainer.train_step(step)
+            trainer.step.run(step)
             checkpoints.after_step(step + 1)
-    return trainer.num_updates
+    return trainer.state.num_updates
 
 
 @pytest.mark.parametrize("reduction", ["fast", pytest.param("exact", marks=pytest.mark.slow)])
@@ -190,13 +191,13 @@ def test_replicas_stay_equal(ranks: RankPool, tmp_path: Path, reduction: str) ->
 
 def saving_poison(config: Config, run_dir: str, what: str) -> str:
     trainer = Trainer(config, open_corpus(config), CPU)
-    with RunCheckpoints(trainer, Path(run_dir) if dist.get_rank() == 0 else None) as checkpoints:
-        trainer.train_step(0)
+    with RunCheckpoints(trainer.state, trainer.planned, Path(run_dir) if dist.get_rank() == 0 else None) as checkpoints:
+        trainer.step.run(0)
         checkpoints.after_step(1)
         name = "layers.4.mlp.down_proj.weight"
-        if name in trainer.model.held:
-            weight = trainer.model.held[name].detach()
-            tensor = weight if what == "" else trainer.optimizer.state_of(name)[what]
+        if name in trainer.state.model.held:
+            weight = trainer.state.model.held[name].detach()
+            tensor = weight if what == "" else trainer.state.optimizer.state_of(name)[what]
             tensor[1, 2] = torch.nan if what == "exp_avg" else torch.inf
         try:
             checkpoints.after_step(2)

@@ -41,11 +41,11 @@ def outcome_after(trainer: Trainer, first: int, last: int) -> Outcome:
     """Train steps [first, last); return (loss, norm) by step and the parameters with their places."""
     numbers = []
     for step in range(first, last):
-        result = trainer.train_step(step)
+        result = trainer.step.run(step)
         numbers.append((result.loss, result.grad_norm))
     parameters = {
-        name: (trainer.model.pieces[name].block[0], parameter.detach().clone())
-        for name, parameter in trainer.model.held.items()
+        name: (trainer.state.model.pieces[name].block[0], parameter.detach().clone())
+        for name, parameter in trainer.state.model.held.items()
     }
     return numbers, parameters
 
@@ -53,18 +53,18 @@ def outcome_after(trainer: Trainer, first: int, last: int) -> Outcome:
 def uninterrupted(config: Config) -> Outcome:
     trainer = Trainer(config, open_corpus(config), CPU)
     for step in range(BEFORE):
-        trainer.train_step(step)
+        trainer.step.run(step)
     return outcome_after(trainer, BEFORE, BEFORE + AFTER)
 
 
 def train_and_save(config: Config, run_dir: str) -> str | None:
     trainer = Trainer(config, open_corpus(config), CPU)
     for step in range(BEFORE):
-        trainer.train_step(step)
+        trainer.step.run(step)
     saver = Saver(checkpoints_of(run_dir), keep=2)
-    saver.save(BEFORE, blocks_of(trainer), state_of(config, trainer.corpus.fingerprint(), BEFORE))
+    saver.save(BEFORE, blocks_of(trainer.state), state_of(config, trainer.state.part.corpus.fingerprint(), BEFORE))
     # What comes after the copy must not be in the checkpoint.
-    trainer.train_step(BEFORE)
+    trainer.step.run(BEFORE)
     return saver.wait()
 
 
@@ -132,20 +132,20 @@ def test_the_same_layout_goes_on_bit_by_bit(ranks: RankPool, tmp_path: Path, dty
 
 def logits_of(trainer: Trainer) -> torch.Tensor:
     """The global logits[T, V] of one held-out batch, on the last stage of the first replica."""
-    tokens = torch.from_numpy(trainer.corpus.held_out.batch(0, 2)[0]).view(-1)
+    tokens = torch.from_numpy(trainer.state.part.corpus.held_out.batch(0, 2)[0]).view(-1)
     seen: list[torch.Tensor] = []
-    forward = ForwardPass(trainer, 1, 2)
+    forward = ForwardPass(trainer.state, 1, 2)
     forward.run(tokens[None], lambda logits, _: seen.append(logits.detach().clone()))
-    whole = trainer.comms.tp.all_gather(seen[0].T.contiguous()).T
-    return whole[:, : trainer.config.model.vocab_size]
+    whole = trainer.state.rank.comms.tp.all_gather(seen[0].T.contiguous()).T
+    return whole[:, : trainer.state.part.config.model.vocab_size]
 
 
 def trained_logits(config: Config, run_dir: str) -> torch.Tensor:
     trainer = Trainer(config, open_corpus(config), CPU)
     for step in range(BEFORE):
-        trainer.train_step(step)
+        trainer.step.run(step)
     saver = Saver(checkpoints_of(run_dir), keep=2)
-    saver.save(BEFORE, blocks_of(trainer), state_of(config, trainer.corpus.fingerprint(), BEFORE))
+    saver.save(BEFORE, blocks_of(trainer.state), state_of(config, trainer.state.part.corpus.fingerprint(), BEFORE))
     assert saver.wait() is None
     return logits_of(trainer)
 
@@ -212,47 +212,49 @@ def newest(run_dir: Path) -> Index:
 
 
 def moments_forgotten(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    blocks = {name: block for name, block in blocks_of(trainer).items() if not name.startswith("optimizer.exp_avg.")}
+    blocks = {
+        name: block for name, block in blocks_of(trainer.state).items() if not name.startswith("optimizer.exp_avg.")
+    }
     load(checkpoint.directory, checkpoint.index, blocks)
-    trainer.num_updates = BEFORE
+    trainer.state.num_updates = BEFORE
 
 
 def steps_forgotten(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    restore(trainer, checkpoint)
-    trainer.num_updates = 0
+    restore(trainer.state, checkpoint)
+    trainer.state.num_updates = 0
 
 
 def moments_swapped(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    restore(trainer, checkpoint)
-    for name in trainer.optimizer.masters:
-        trainer.optimizer.state_of(name)["exp_avg_sq"].mul_(1 + 1e-6)
+    restore(trainer.state, checkpoint)
+    for name in trainer.state.optimizer.masters:
+        trainer.state.optimizer.state_of(name)["exp_avg_sq"].mul_(1 + 1e-6)
 
 
 def shards_exchanged(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Every rank reads the shard of its neighbour of one weight: right shapes, no error."""
-    blocks = blocks_of(trainer)
+    blocks = blocks_of(trainer.state)
     name = next(name for name in blocks if name.startswith("model.layers.") and name.endswith("up_proj.weight"))
     block = blocks[name]
     rows = block.tensor.shape[0]
     other = (block.offset[0] + rows) % block.global_shape[0]
     blocks[name] = Block(block.tensor, (other, 0), block.global_shape)
     load(checkpoint.directory, checkpoint.index, blocks)
-    trainer.num_updates = BEFORE
+    trainer.state.num_updates = BEFORE
 
 
 def tied_copy_not_loaded(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """The last stage keeps its initial copy of the embedding."""
-    blocks = blocks_of(trainer)
-    if trainer.mesh.at.pp > 0:
+    blocks = blocks_of(trainer.state)
+    if trainer.state.rank.mesh.at.pp > 0:
         blocks.pop("model.embed_tokens.weight")
     load(checkpoint.directory, checkpoint.index, blocks)
-    trainer.num_updates = BEFORE
+    trainer.state.num_updates = BEFORE
 
 
 def data_starts_again(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    restore(trainer, checkpoint)
-    read = trainer.reader.read
-    trainer.reader.read = lambda step: read(step - BEFORE)  # type: ignore[method-assign]
+    restore(trainer.state, checkpoint)
+    read = trainer.step.reader.read
+    trainer.step.reader.read = lambda step: read(step - BEFORE)  # type: ignore[method-assign]
 
 
 MUTATIONS = (

@@ -50,26 +50,29 @@ def test_kernels_end_a_step_as_torch_does(ranks: RankPool, interpreters: RankPoo
 def overflow(config: Config) -> None:
     """A gradient that is not finite: nothing changes, and the next step is as if it had not been."""
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
-    trainer.train_step(0)
+    trainer.step.run(0)
     with whole_weights(trainer):
-        before = {name: weight.detach().clone() for name, weight in trainer.model.held.items()}
-    moments = {name: {k: t.clone() for k, t in trainer.optimizer.state_of(name).items()} for name in trainer.weights}
-    finish = trainer.gradients.finish
+        before = {name: weight.detach().clone() for name, weight in trainer.state.model.held.items()}
+    moments = {
+        name: {k: t.clone() for k, t in trainer.state.optimizer.state_of(name).items()}
+        for name in trainer.state.weights
+    }
+    finish = trainer.state.gradients.finish
 
     def spoil() -> None:
         finish()
-        next(iter(trainer.gradients.of.values())).view(-1)[-1] = math.inf
+        next(iter(trainer.state.gradients.of.values())).view(-1)[-1] = math.inf
 
-    trainer.gradients.finish = spoil  # type: ignore[method-assign]
-    result = trainer.train_step(1)
-    assert result.skipped and math.isinf(result.grad_norm) and trainer.num_updates == 1
-    for name, weight in trainer.model.held.items():
+    trainer.state.gradients.finish = spoil  # type: ignore[method-assign]
+    result = trainer.step.run(1)
+    assert result.skipped and math.isinf(result.grad_norm) and trainer.state.num_updates == 1
+    for name, weight in trainer.state.model.held.items():
         assert torch.equal(weight, before[name]), name
     for name, states in moments.items():
-        assert all(torch.equal(trainer.optimizer.state_of(name)[kind], x) for kind, x in states.items()), name
-    trainer.gradients.finish = finish  # type: ignore[method-assign]
-    assert not trainer.train_step(1).skipped and trainer.num_updates == 2
-    assert not any(torch.equal(weight, before[name]) for name, weight in trainer.model.held.items())
+        assert all(torch.equal(trainer.state.optimizer.state_of(name)[kind], x) for kind, x in states.items()), name
+    trainer.state.gradients.finish = finish  # type: ignore[method-assign]
+    assert not trainer.step.run(1).skipped and trainer.state.num_updates == 2
+    assert not any(torch.equal(weight, before[name]) for name, weight in trainer.state.model.held.items())
 
 
 @pytest.mark.slow
@@ -95,7 +98,7 @@ class _Operators(TorchDispatchMode):
 def launches_of_an_end(config: Config) -> tuple[dict[str, int], dict[str, int]]:
     """Return the kernels of triton and the operators of torch of a step's end, by how often they are launched."""
     trainer, ours, operators = Trainer(config, open_corpus(config), torch.device("cpu")), Counter[str](), _Operators()
-    trainer.train_step(0)
+    trainer.step.run(0)
     is_end = False
 
     def at_the_end(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,9 +126,9 @@ def launches_of_an_end(config: Config) -> tuple[dict[str, int], dict[str, int]]:
         launch = tensor_table.run
         for module in (tensor_table, clip):
             patch.setattr(module, "run", run)
-        for name in ("_begin", "_clip", "_step", "_result"):
-            patch.setattr(trainer, name, at_the_end(getattr(trainer, name)))
-        trainer.train_step(1)
+        for name in ("_begin", "_clip", "_update", "_result"):
+            patch.setattr(trainer.step, name, at_the_end(getattr(trainer.step, name)))
+        trainer.step.run(1)
     return {name: number for name, number in ours.items() if number}, dict(operators.found)
 
 
