@@ -56,6 +56,7 @@ class KeepingSink:
     """A sink of an input half: notes what the weight half would need, and never adds it."""
 
     defers = True
+    is_autograds = False
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
