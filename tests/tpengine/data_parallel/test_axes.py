@@ -48,8 +48,8 @@ def summed(config: Config, broken: bool = False) -> tuple[dict[int, Summed], dic
                 Communicators, "over", lambda self, axes: over(self, axes) if axes == ("dp",) else Communicator(None)
             )
         trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
-    buckets, world = trainer.buckets, dist.get_world_size()
-    trainer.gradients.begin()
+    buckets, world = trainer.state.buckets, dist.get_world_size()
+    trainer.state.gradients.begin()
     buckets.arm(list(buckets.flat))
     for index, flat in buckets.flat.items():
         # All blocks of micro-batches but the last are empty.
@@ -65,11 +65,11 @@ def summed(config: Config, broken: bool = False) -> tuple[dict[int, Summed], dic
         sums = bucket.views if bucket.cut is None else bucket.own_views
         if sums:
             reduced[index] = bucket.axes, ranks_in(torch.cat([s.reshape(-1) for s in sums.values()]), world)
-    trainer.gradients.finish()
-    pieces = trainer.model.pieces
+    trainer.state.gradients.finish()
+    pieces = trainer.state.model.pieces
     ended = {
         name: (pieces[name].spec.reduce_over, ranks_in(gradient, world))
-        for name, gradient in trainer.gradients.of.items()
+        for name, gradient in trainer.state.gradients.of.items()
     }
     return reduced, ended
 

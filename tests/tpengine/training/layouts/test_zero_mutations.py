@@ -24,7 +24,7 @@ from tpengine.training.trainer import Trainer
 
 def around_wait(trainer: Trainer, change: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Make the slice of a bucket something else, of what it was before a sum and is after it."""
-    buckets = trainer.buckets
+    buckets = trainer.state.buckets
     wait = buckets.wait
 
     def changed(index: int) -> Work:

@@ -86,7 +86,12 @@ def begun(config: Config, run_dir: str) -> str:
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
     rank = dist.get_rank()
     job: Any = SimpleNamespace(
-        run_dir=Path(run_dir) if rank == 0 else None, shared_cores=0, checkpoint=None, beginning=None
+        config=config,
+        device=torch.device("cpu"),
+        run_dir=Path(run_dir) if rank == 0 else None,
+        shared_cores=0,
+        checkpoint=None,
+        beginning=None,
     )
     with (
         pytest.raises(RunError) as error,
@@ -109,7 +114,9 @@ def test_a_run_directory_that_takes_no_files_is_one_line_on_all_ranks(ranks: Ran
 def begun_unheard(config: Config, run_dir: Path) -> list[str]:
     """What becomes of a start whose output's disk is full, and of one whose errors nobody reads."""
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
-    job: Any = SimpleNamespace(run_dir=run_dir, shared_cores=0, checkpoint=None, beginning=None)
+    job: Any = SimpleNamespace(
+        config=config, device=torch.device("cpu"), run_dir=run_dir, shared_cores=0, checkpoint=None, beginning=None
+    )
     reader, pipe = os.pipe()
     os.close(reader)
     found = []
