@@ -140,6 +140,7 @@ class Bucket:
         """Take a sum that has ended; a transient bucket adds it to its slice, and is freed."""
         self._packed = None
         if self.is_transient:
+            assert self._is_cut_as_it_lies, "the sum of a bucket in blocks arrives in its slice already"
             self.own.add_(self._arrival)
             self.free()
 
