@@ -112,7 +112,7 @@ DEAREST = (
     "tests/tpengine/training/test_drills.py",
     "tests/kernels/fused/test_kernels.py",
     "tests/kernels/fused/test_protocol_mutations.py",
-    "tests/tpengine/commands/certify",
+    "tests/tpengine/commands/test_certify",
     "tests/tpengine/model/test_exact.py",
     "tests/tpengine/training/state",
     "tests/tpengine/test_train.py",

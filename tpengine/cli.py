@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tpengine import train, trust
-from tpengine.commands.parsing import Parser, Version
-from tpengine.commands.stopping import Stopped
+from tpengine.commands.parsing import Parser, Stopped, Version
 from tpengine.distributed.local_ranks import RanksFailed
 from tpengine.last_words import RANK_FAILED, USER_ERROR
 from tpengine.terminal import terminal_safe
@@ -76,7 +75,7 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from tpengine.commands.given import permit_what_is_given
+    from tpengine.commands.parsing import permit_what_is_given
 
     try:
         parser = _parser()
@@ -96,13 +95,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _commands() -> dict[str, _Command]:
     """Return the subcommands by name, loaded when one is run: an interrupt meanwhile is one line, too."""
-    from tpengine.commands.certify import arguments as certify
-    from tpengine.commands.checkpoint import arguments as checkpoint
-    from tpengine.commands.data import arguments as data
-    from tpengine.commands.generate import arguments as generate
-    from tpengine.commands.planning import advise, diagnose, plan, schedule
-    from tpengine.commands.watching import command as watching
-    from tpengine.commands.weights import arguments as weights
+    from tpengine.commands import advise, checkpoint, diagnose, options, plan, schedule, watch
 
     return {
         "schedule": _Command(
@@ -118,22 +111,27 @@ def _commands() -> dict[str, _Command]:
             diagnose.print_diagnosis,
             "say why the steps of a run take as long as they do, and what helps",
         ),
-        "watch": _Command(watching.add_arguments, watching.watch, "draw what runs report, while they go on"),
+        "watch": _Command(watch.add_arguments, watch.watch, "draw what runs report, while they go on"),
         "plan": _Command(plan.add_arguments, plan.print_plan, "work one layout out: its step by cause, and its memory"),
-        "data": _Command(data.add_arguments, data.run_data, "write a token file from text files", data.DESCRIPTION),
+        "data": _Command(
+            options.add_data_arguments, options.run_data, "write a token file from text files", options.DATA_DESCRIPTION
+        ),
         "import": _Command(
-            weights.add_import_arguments,
-            weights.run_import,
+            options.add_import_arguments,
+            options.run_import,
             "write a run's directory that begins with the weights of a directory, or of another run",
-            weights.IMPORT_DESCRIPTION,
+            options.IMPORT_DESCRIPTION,
         ),
         "export": _Command(
-            weights.add_export_arguments,
-            weights.run_export,
+            options.add_export_arguments,
+            options.run_export,
             "write a checkpoint of a run as a directory that transformers loads",
         ),
         "generate": _Command(
-            generate.add_arguments, generate.run_generate, "continue prompts by a model's tokens", generate.DESCRIPTION
+            options.add_generate_arguments,
+            options.run_generate,
+            "continue prompts by a model's tokens",
+            options.GENERATE_DESCRIPTION,
         ),
         "checkpoint": _Command(
             checkpoint.add_arguments,
@@ -141,10 +139,10 @@ def _commands() -> dict[str, _Command]:
             "list the checkpoints of a run, verify their hashes, or compare two of them bit by bit",
         ),
         "certify": _Command(
-            certify.add_arguments,
-            certify.run_certify,
+            options.add_certify_arguments,
+            options.run_certify,
             "is training in two layouts the same to the last bit? (or fast mode close to exact)",
-            certify.DESCRIPTION,
+            options.CERTIFY_DESCRIPTION,
         ),
     }
 

@@ -6,7 +6,7 @@ that a caller who forgets to ask gets a refusal.
 
 What the user has named is permitted: --model.architecture FILE.py and --train.after-checkpoint on the command line, and
 what stands in a file given with --config, since such a file is written to be carried out; one that lies in a run's
-directory is data, whatever it is called (commands/given.py). --trust permits whatever is named.
+directory is data, whatever it is called (commands/parsing.py). --trust permits whatever is named.
 
 Two decisions that a reader will question. A permission is for a content, by its SHA-256, not for a path: a run's copy
 of the file that the user gives is permitted with it, and a file that changes before it is executed is not. Permissions

@@ -32,7 +32,7 @@ from tpengine.config import Config
 from tpengine.config.presets import preset_config
 from tpengine.config.rules import validate
 from tpengine.data import open_corpus
-from tpengine.distributed.loopback import loopback_variables
+from tpengine.distributed.launch import loopback_variables
 from tpengine.plan import Action, Kind
 from tpengine.training.step_batch import StepBatch
 from tpengine.training.trainer import Trainer

@@ -26,8 +26,8 @@ from tpkernels.exchange.mailbox import Mailbox
 from benchmarks.harness.rows import make_row, stored
 from benchmarks.harness.tables import speed_table
 from benchmarks.harness.timing import compare
-from tpengine.distributed.groups import SUM_ARENA_BYTES
 from tpengine.distributed.local_ranks import THREADS_PER_RANK, run_ranks
+from tpengine.distributed.mesh import SUM_ARENA_BYTES
 
 _OURS, _GLOO = "memory", "gloo"
 _ITEM_BYTES = 4

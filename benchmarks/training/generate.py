@@ -24,8 +24,8 @@ from rich.table import Table
 from benchmarks.harness.rows import make_row, stored
 from benchmarks.harness.timing import PASSED, Comparison, Spread, interleave, spread_fields
 from benchmarks.training import import_weights
-from tpengine.commands.generate.command import Options as Asked
-from tpengine.commands.generate.command import find_model
+from tpengine.commands.generate import Options as Asked
+from tpengine.commands.generate import find_model
 from tpengine.config.settings import round_up
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.generation.decoder import MOST_ROWS, Decoder, rows_to_prepare

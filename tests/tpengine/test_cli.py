@@ -441,7 +441,7 @@ def test_the_largest_schedule_is_not_refused(monkeypatch: pytest.MonkeyPatch) ->
         made.append((pp, micro_batches, num_chunks))
         return make_schedule(name, 1, 1)
 
-    monkeypatch.setattr("tpengine.commands.planning.schedule.make_schedule", make_small)
+    monkeypatch.setattr("tpengine.commands.schedule.make_schedule", make_small)
     largest = [(1000, 1000, 1), (7, 142857, 1), (1, 1000000, 1)]
     for pp, micro_batches, _ in largest:
         assert main(["schedule", "--pp", str(pp), "--micro-batches", str(micro_batches)]) == 0
@@ -462,7 +462,7 @@ def test_an_interrupt_while_commands_are_loaded_is_one_line(
     real = builtins.__import__
 
     def interrupted(name: str, *rest: Any, **more: Any) -> Any:
-        if name == "tpengine.commands.planning":
+        if name == "tpengine.commands":
             raise KeyboardInterrupt
         return real(name, *rest, **more)
 

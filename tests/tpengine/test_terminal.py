@@ -269,7 +269,7 @@ def test_a_console_has_its_own_sequences_and_no_others(monkeypatch: pytest.Monke
 
 # Who writes past the streams: constants, and what a worker sends to its parent.
 PAST = {("tpengine/last_words.py", "os.write"), ("tpengine/observe/watch.py", "os.write")}
-PAST |= {("tpengine/observe/watch.py", "raw"), ("tpengine/commands/weights/progress.py", "raw")}
+PAST |= {("tpengine/observe/watch.py", "raw"), ("tpengine/commands/weights.py", "raw")}
 PAST |= {("tpengine/terminal.py", "raw"), ("tpengine/observe/safe_console.py", "raw")}
 PAST |= {("tpengine/data/workers.py", "sys.stdout.buffer"), ("tpengine/observe/safe_console.py", "Console")}
 

@@ -29,7 +29,7 @@ from tpengine.checkpoint.block import Block, Blocks, parts_of
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.run.retention import Retention
 from tpengine.checkpoint.storage import Writer
-from tpengine.distributed.messages import broadcast_json, gather_bytes
+from tpengine.distributed.agreement import broadcast_json, gather_bytes
 from tpengine.last_words import one_line
 
 # A block's name, offset and shape.

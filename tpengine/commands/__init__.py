@@ -1,17 +1,17 @@
 """The subcommands of `tpengine` and the command line of training. No torch is imported before a command needs it.
 
-Each command is a parser and a function of its arguments; cli.py lists them. Where a command's own imports are slow, the
-two are in an arguments.py of their own.
+Each command is a parser and a function of its arguments; cli.py lists them.
 
-arguments.py   the command line of a training run
-parsing.py     what all parsers share
-given.py       what a command line names is permitted: --trust, --model.architecture, --config
-stopping.py    signals that end a command
-planning/      advise, plan, schedule, diagnose: a step that is not run here
-data/          token files from text
-watching/      watch: what runs report, drawn
-weights/       import and export
-generate/      continue prompts by a model's tokens
-checkpoint/    list, verify and compare the checkpoints of a run
-certify/       compare what the ranks computed in two layouts
+arguments.py                      the command line of a training run
+parsing.py                        what all commands share: parsers, --trust, signals that end a command
+options.py                        what the slow commands understand; their own files are imported when they run
+plan_arguments.py                 what advise, plan and schedule are asked
+advise.py plan.py                 the fastest layouts on a machine; one layout worked out
+schedule.py schedule_model.py schedule_packing.py   the plan of a schedule or of a configuration, printed and drawn
+diagnose.py watch.py              why a run's steps take as long as they do; what runs report, drawn
+data_write.py data_shards.py data_check.py   token files from text, written, cut into files, checked and fitted
+weights.py                        import and export
+generate.py                       continue prompts by a model's tokens
+checkpoint.py checkpoint_diff.py  list, verify and compare the checkpoints of a run
+certify.py certify_witness.py certify_compare.py    start layouts, record what ranks compute, compare
 """

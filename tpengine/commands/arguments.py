@@ -23,7 +23,7 @@ from tpengine import trust
 from tpengine.architectures.model_path import model_at
 from tpengine.architectures.registry import check_architecture
 from tpengine.checkpoint.run.resume import continued_config, has_begun, saved_config, without_layout
-from tpengine.commands.given import config_given, permit_settings
+from tpengine.commands.parsing import config_given, permit_settings
 from tpengine.config import Config, decay_steps_of, resolve_layout, validate_run
 from tpengine.config.lengths import last_said, with_batch, with_epochs
 from tpengine.config.presets import PRESETS, preset_config

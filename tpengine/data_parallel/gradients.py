@@ -20,7 +20,7 @@ from tpkernels.exchange.tree import tree_sum
 
 from tpengine.data_parallel.bucket import Bucket
 from tpengine.data_parallel.buckets import GradientBuckets
-from tpengine.distributed.groups import Communicators
+from tpengine.distributed.mesh import Communicators
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layout.parameters import ALIGNMENT_BYTES, EMBEDDING, HEAD, Axis, BucketLayout, Piece, leaf_name
 from tpengine.layout.slices import BlockCut, Cut

@@ -28,8 +28,7 @@ from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.data_parallel.stage_modules import StageModules
 from tpengine.data_parallel.whole_gradients import WholeGradients
 from tpengine.distributed.agreement import broadcast_model, check_same, describe_model, device_of
-from tpengine.layers.replicated.clip import clip_grad_norm_
-from tpengine.layers.replicated.modules import check_beside_parallel_layers, num_parallel
+from tpengine.layers.replicated import check_beside_parallel_layers, clip_grad_norm_, num_parallel
 from tpengine.model.meta_modules import is_on_meta
 
 _FULLY_SHARD = (

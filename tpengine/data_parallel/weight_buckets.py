@@ -4,9 +4,9 @@
 
 Parameters are views of the buckets. The optimizer updates slices. At stages 1 and 2 (Weights.UPDATED) a bucket is
 always whole, and a gather brings the other replicas' new values. At stage 3 (Weights.SLICED) it is transient: it has
-memory from a gather to the `free` that follows. The plan says when (plan/lower/residency).
+memory from a gather to the `free` that follows. The plan says when (plan/residency.py).
 
-Buckets own the memory of the weights in them (layers/linear/weights.py). A parameter that lies elsewhere would be
+Buckets own the memory of the weights in them (layers/prepared_weights.py). A parameter that lies elsewhere would be
 trained by nobody: what is gathered and updated in the buckets would no longer reach the model.
 """
 
@@ -21,7 +21,7 @@ from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.pending import Work
 
 from tpengine.data_parallel.bucket import Bucket
-from tpengine.layers.linear.weights import lies_at
+from tpengine.layers.prepared_weights import lies_at
 from tpengine.layout.slices import Cut, Part
 
 

@@ -1,11 +1,11 @@
 """Processes: how ranks start, meet, form groups and agree.
 
 launcher.py                      the ranks of a run, started on this host by one command; no torch
-launch.py                        rank and number of processes, from the environment of torchrun or srun; no torch
+launch.py                        rank and number of processes, from the environment of torchrun or srun; the interface
+                                 on which ranks of one host listen; no torch
 meeting.py                       how ranks meet before there is a process group
 process.py                       device, backend, start and end of one process
-mesh.py groups.py                the axes pp, dp, tp and their groups; which groups exchange through shared memory
-agreement.py messages.py         whether all ranks have built the same model; messages that are not tensors
+mesh.py                          the axes pp, dp, tp and their groups; which groups exchange through shared memory
+agreement.py                     whether all ranks have built the same model; messages that are not tensors
 local_ranks.py rank_process.py   ranks that one command starts on this host, and the program of each
-loopback.py                      the interface on which ranks of one host listen
 """

@@ -1,4 +1,8 @@
-"""The rank and number of processes, as torchrun, srun or a person gives them in the environment. No torch."""
+"""What the environment says of a process: its rank, their number, and where ranks of one host listen. No torch.
+
+torchrun, srun or a person gives rank and number. Ranks of one host listen on the loopback interface, so that no other
+host can reach them: gloo's connections have no password. By default gloo listens at the address of the host's name.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,12 @@ import hashlib
 import math
 import os
 import re
+import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from tpkernels.symmetric.processes import host_identity
 
 # Range of the ports chosen for SLURM's job steps: below those that Linux assigns by itself.
 _FIRST_PORT, _NUM_PORTS = 15000, 10000
@@ -16,6 +23,8 @@ _FIRST_PORT, _NUM_PORTS = 15000, 10000
 STARTED = "TPENGINE_STARTED_BY"
 # How OpenMP's threads wait: of all libraries, of GNU's, of LLVM's and Intel's.
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+# The variable that names the interface on which gloo listens.
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -267,3 +276,33 @@ def environment_of_parent() -> dict[str, str] | None:
         return None
     pairs = (entry.partition("=") for entry in text.split("\0") if "=" in entry)
     return {name: value for name, _, value in pairs}
+
+
+def loopback_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment that makes gloo listen on loopback only, for ranks that are all on this host.
+
+    Returns:
+        An empty dict if the user has named an interface, or if there is no loopback.
+    """
+    name = "" if GLOO_INTERFACE in environ else loopback_interface()
+    return {GLOO_INTERFACE: name} if name else {}
+
+
+def loopback_interface() -> str:
+    """Return the name of this host's loopback interface, lo or lo0 (BSD, Mac); empty if none is up."""
+    names = [name for _, name in socket.if_nameindex() if re.fullmatch("lo[0-9]*", name)]
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind(("127.0.0.1", 0))
+    except OSError:
+        return ""
+    return min(names, default="")
+
+
+def network_identity() -> str:
+    """Return a text that is equal for two processes only if they share a loopback; each container has its own."""
+    try:
+        network = os.readlink("/proc/self/ns/net")
+    except OSError:
+        network = socket.gethostname()
+    return f"{host_identity()} {network}"

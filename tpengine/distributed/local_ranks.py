@@ -21,8 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tpengine.distributed.launch import passive_waiting
-from tpengine.distributed.loopback import loopback_variables
+from tpengine.distributed.launch import loopback_variables, passive_waiting
 from tpengine.terminal import terminal_safe
 
 THREADS_PER_RANK = 1

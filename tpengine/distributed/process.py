@@ -20,8 +20,7 @@ from torch import Tensor
 from tpkernels.symmetric.processes import host_identity
 from tpkernels.symmetric.signals import PeerError
 
-from tpengine.distributed.launch import Launch
-from tpengine.distributed.loopback import loopback_variables, network_identity
+from tpengine.distributed.launch import Launch, loopback_variables, network_identity
 
 # What gloo, NCCL and the store report when the other side is gone.
 _LOST = re.compile(

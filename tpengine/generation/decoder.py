@@ -16,8 +16,7 @@ from torch import Tensor
 from tpkernels.exchange.mailbox import Mailbox
 
 from tpengine.config import Config
-from tpengine.distributed.groups import Communicators, exchange_seconds
-from tpengine.distributed.mesh import Mesh
+from tpengine.distributed.mesh import Communicators, Mesh, exchange_seconds
 from tpengine.generation.draw import draw
 from tpengine.generation.drawing import Drawing
 from tpengine.layers import KeyValueCache

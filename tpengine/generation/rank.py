@@ -15,15 +15,14 @@ from tpkernels.ops.matmul.host import has_onednn
 from tpkernels.symmetric.host_memory import available_bytes
 
 from tpengine.config import Config
-from tpengine.distributed.groups import Communicators
 from tpengine.distributed.launch import Launch
-from tpengine.distributed.mesh import Shape, build_mesh
+from tpengine.distributed.mesh import Communicators, Shape, build_mesh
 from tpengine.distributed.process import choose_device, link_device
 from tpengine.generation.decoder import Decoder, Ranks, most_rows, rows_to_prepare
 from tpengine.generation.drawing import Drawing
 from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.layers.collectives import WholeRows
-from tpengine.layers.rows.cache import cache_bytes
+from tpengine.layers.rows import cache_bytes
 from tpengine.layout.parameters import kv_replicas, pieces_of, stage_specs
 from tpengine.layout.step_plan import Layout, layout_of
 from tpengine.model.parts import FastParts

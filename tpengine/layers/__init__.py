@@ -1,15 +1,17 @@
 """Tensor-parallel layers: token-major, sequence-sharded activations x[T/tp, D]; usable inside any model.
 
-linear/            column- and row-parallel layers, their products, weights and biases; learned positions
+column.py row.py   column- and row-parallel layers, and their products; read column.py first
+prepared_weights.py  who owns the memory of a weight, and the forms in which it is multiplied
+bias.py            biases, and learned positions
 attention.py mlp.py norm.py   the other layers of a block
 torch_attention.py  attention by torch's backends, where they are taken
-vocabulary/        embedding and loss, cut over the vocabulary
-rows/              what rows are: sequences, packed documents, what follows on a cache of keys and values
+vocabulary.py      embedding and loss, cut over the vocabulary
+rows.py            what rows are: sequences, packed documents, what follows on a cache of keys and values
 dropout.py         masks that are the same in every layout
 gradient_sink.py   where weight gradients go
 collectives.py     the seam between layers and communication
 placement.py       how each parameter lies over tensor-parallel ranks: every layer says so of its own
-replicated/        sum what others hold whole, refuse what nothing sums, clip by a norm that counts everything once
+replicated.py      sum what others hold whole, refuse what nothing sums, clip by a norm that counts everything once
 
 Under torch.autocast layers are as nn.Linear is: products in its dtype, by weights that stay float32 and get float32
 gradients; norms add a residual of another dtype. So are they under activation checkpointing (tpkernels.autocast).
@@ -21,19 +23,16 @@ from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import IGNORED_LABEL
 from tpengine.layers.attention import Attention, Rotation, Scores
+from tpengine.layers.bias import LearnedPositions
+from tpengine.layers.column import ColumnParallelLinear, PackedWeights
 from tpengine.layers.dropout import Dropout, Position
-from tpengine.layers.linear.bias import LearnedPositions
-from tpengine.layers.linear.column import ColumnParallelLinear, PackedWeights
-from tpengine.layers.linear.row import RowParallelLinear
 from tpengine.layers.mlp import FeedForward, SwiGLU
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
 from tpengine.layers.placement import Placement, placements_of
-from tpengine.layers.replicated.clip import clip_grad_norm_
-from tpengine.layers.replicated.modules import check_replicated, replicate, sharded, summed
-from tpengine.layers.rows.cache import KeyValueCache
-from tpengine.layers.rows.documents import Documents
-from tpengine.layers.vocabulary.embedding import VocabParallelEmbedding
-from tpengine.layers.vocabulary.loss import vocab_parallel_cross_entropy
+from tpengine.layers.replicated import check_replicated, clip_grad_norm_, replicate, sharded, summed
+from tpengine.layers.row import RowParallelLinear
+from tpengine.layers.rows import Documents, KeyValueCache
+from tpengine.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 __all__ = [
     "IGNORED_LABEL",

@@ -20,13 +20,12 @@ from tpkernels.ops.attention.host import AttentionDropout, causal_attention
 from tpkernels.ops.rope import RopeScaling, rope_tables
 
 from tpengine.layers.collectives import ShardCommunicator
+from tpengine.layers.column import ColumnParallelLinear, PackedWeights
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink
-from tpengine.layers.linear.column import ColumnParallelLinear, PackedWeights
-from tpengine.layers.linear.row import RowParallelLinear
 from tpengine.layers.norm import Norm
-from tpengine.layers.rows.cache import KeyValueCache, Rows, length_of
-from tpengine.layers.rows.documents import Documents
+from tpengine.layers.row import RowParallelLinear
+from tpengine.layers.rows import Documents, KeyValueCache, Rows, length_of
 from tpengine.layers.torch_attention import attend_by_torch
 
 # Tokens of sequences that torch's attention is faster for, by rule.

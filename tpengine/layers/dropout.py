@@ -13,7 +13,7 @@ from tpkernels.ops.attention.host import AttentionDropout
 from tpkernels.ops.dropout import DropoutStream, dropout
 
 from tpengine.config import ModelConfig
-from tpengine.layers.rows.documents import Documents
+from tpengine.layers.rows import Documents
 
 
 @dataclass

@@ -11,10 +11,10 @@ from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.activation import activation_backward, activation_forward
 
 from tpengine.layers.collectives import ShardCommunicator
+from tpengine.layers.column import ColumnParallelLinear, PackedWeights
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink
-from tpengine.layers.linear.column import ColumnParallelLinear, PackedWeights
-from tpengine.layers.linear.row import RowParallelLinear
+from tpengine.layers.row import RowParallelLinear
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
 

@@ -8,7 +8,7 @@ The gradient of what several ranks hold is a sum over them. Who takes that sum i
 its backward, a hook of `replicate`, or nobody, where each rank computes all of it.
 
 A layer says it by the method `tp_placements`, and so may a module of your own. Of other modules `replicate`, `summed`
-and `sharded` say it (replicated/modules.py). What checks, sums, clips, fills and compares parameters reads
+and `sharded` say it (replicated.py). What checks, sums, clips, fills and compares parameters reads
 `placements_of`, and has no list of layers of its own. What a planner must know without torch, the table of
 layout/parameters.py says: a model refuses to be built if its layers say otherwise.
 """

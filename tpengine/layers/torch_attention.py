@@ -14,7 +14,7 @@ from tpkernels.ops.attention.prepare import Heads, Rotary, Weights, prepare_back
 
 from tpengine.layers.gradient_sink import check_reaches, total_of
 from tpengine.layers.norm import Norm
-from tpengine.layers.rows.documents import Documents
+from tpengine.layers.rows import Documents
 
 
 class _Prepared(torch.autograd.Function):

@@ -12,7 +12,7 @@ from tpkernels.ops.attention.choice import same_choices
 from tpengine.architectures import describe
 from tpengine.architectures.describe.orders import Order, pre_norm, sandwich_norm
 from tpengine.layers.dropout import LayerDropouts
-from tpengine.layers.rows.cache import Rows
+from tpengine.layers.rows import Rows
 from tpengine.model.parts import Parts
 from tpengine.model.residual import Sum, is_watched, normed, normed_sum, whole
 

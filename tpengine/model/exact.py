@@ -33,14 +33,14 @@ from torch.nn import Parameter
 from tpkernels.derivatives import differentiable_once
 from tpkernels.exchange.communicator import Communicator
 
+from tpengine.layers.bias import LearnedPositions
 from tpengine.layers.collectives import ShardCommunicator
-from tpengine.layers.linear.bias import LearnedPositions
-from tpengine.layers.linear.column import ColumnParallelLinear
-from tpengine.layers.linear.row import RowParallelLinear
-from tpengine.layers.linear.weights import Contents
+from tpengine.layers.column import ColumnParallelLinear
 from tpengine.layers.norm import Norm
 from tpengine.layers.placement import SaysPlacements, check_tokens
-from tpengine.layers.rows.cache import Rows
+from tpengine.layers.prepared_weights import Contents
+from tpengine.layers.row import RowParallelLinear
+from tpengine.layers.rows import Rows
 from tpengine.layout.parameters import ALIGNMENT_BYTES
 
 

@@ -19,13 +19,13 @@ from tpkernels.ops.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnSc
 from tpengine.architectures import describe
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import Attention, Rotation, Scores
+from tpengine.layers.bias import LearnedPositions
+from tpengine.layers.column import ColumnParallelLinear
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink
-from tpengine.layers.linear.bias import LearnedPositions
-from tpengine.layers.linear.column import ColumnParallelLinear
 from tpengine.layers.mlp import FeedForward
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
-from tpengine.layers.vocabulary.embedding import VocabParallelEmbedding
+from tpengine.layers.vocabulary import VocabParallelEmbedding
 from tpengine.model.exact import (
     ExactLayer,
     ExactMatmuls,

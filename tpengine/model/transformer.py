@@ -19,7 +19,7 @@ from tpkernels.random import normal_block
 from tpengine.architectures.registry import architecture_of
 from tpengine.layers.dropout import LayerDropouts, Position
 from tpengine.layers.placement import placements_of
-from tpengine.layers.rows.cache import Rows
+from tpengine.layers.rows import Rows
 from tpengine.layout.parameters import Piece, pieces_of, stage_specs
 from tpengine.model.block import Block, computed_again, hand_on
 from tpengine.model.parts import Parts

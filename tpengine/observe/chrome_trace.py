@@ -17,7 +17,7 @@ from typing import Any
 
 from tpengine.observe.records import RankRecord, input_waits
 from tpengine.plan.actions import Action, Kind
-from tpengine.plan.timeline import RankTimeline, Span
+from tpengine.plan.clock import RankTimeline, Span
 
 _COMPUTE = "compute"
 _LANES = ("sends", "receives", "gathers", "reductions")

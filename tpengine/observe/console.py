@@ -1,4 +1,7 @@
-"""What a training run prints: the plan before it starts, one progress line, the result. Rank 0 only."""
+"""What a training run prints: the plan before it starts, one progress line, the result. Rank 0 only.
+
+The progress line says how long the steps that are left will take, judged by those that have been taken (`Pace`).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import shlex
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +21,48 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from tpengine.config import Config, Phase, Phases, num_blocks, shards_said
 from tpengine.layout.parameters import num_parameters
 from tpengine.layout.step_plan import Layout
-from tpengine.observe.pace import Pace
 from tpengine.observe.safe_console import SafeConsole
 from tpengine.plan import Kind, Plan, clock
 from tpengine.planner.machine import machine_on
 from tpengine.planner.modelled.costs import bytes_per_rank
 from tpengine.planner.modelled.memory import RankMemory, memory_of
 
+# The first steps of a start load kernels, prepare weights and fill caches: what they take says nothing of the others.
+_STARTING_STEPS = 2
+# An evaluation or a checkpoint that comes every so many steps has its share.
+_RECENT_STEPS = 100
+_SHORT_SECONDS = 100
 _PLAIN_LINES = 40
 # The progress line's tokens per second are those of so many steps.
 _RECENT_ROWS = 20
 # Times of one layer, in forwards.
 _LAYER_TIMES: Mapping[Kind, float] = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+
+
+class Pace:
+    """Estimates the rest of a run from the wall time of its last steps."""
+
+    def __init__(self) -> None:
+        self._num_seen = 0
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Take a row of metrics; a step that was left out takes no time, and does not count."""
+        seconds = record.get("wall_seconds", record.get("step_seconds"))
+        if seconds is None:
+            return
+        self._num_seen += 1
+        if self._num_seen > _STARTING_STEPS:
+            self._recent.append(seconds)
+
+    def left(self, num_steps: int) -> str:
+        """Return how long so many steps will take, in words; empty while only first steps are known."""
+        if not num_steps:
+            return "0 s left"
+        if not self._recent:
+            return ""
+        seconds = num_steps * sum(self._recent) / len(self._recent)
+        return f"{seconds:.0f} s left" if seconds < _SHORT_SECONDS else f"{timedelta(seconds=round(seconds))} left"
 
 
 def show_plan(

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind, counterpart, parse_action
+from tpengine.plan.clock import RankTimeline, Span, Timeline
 from tpengine.plan.plan import Plan
-from tpengine.plan.timeline import RankTimeline, Span, Timeline
 
 # Actions in which every member waits for the last one.
 MEETINGS = frozenset({Kind.TIE_REDUCE, Kind.CLIP})

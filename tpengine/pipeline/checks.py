@@ -16,7 +16,7 @@ from tpengine.layers.gradient_sink import GradientSink
 from tpengine.model.meta_modules import Init, is_on_meta
 from tpengine.pipeline.loss import Count
 from tpengine.plan import Plan, Schedule, make_schedule
-from tpengine.plan.schedules.file import format_schedule
+from tpengine.plan.schedule_file import format_schedule
 
 
 def autocast_of(device: torch.device) -> str:

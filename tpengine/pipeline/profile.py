@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from tpkernels.exchange.communicator import Communicator
 
-from tpengine.distributed.messages import all_gather_json, broadcast_json
+from tpengine.distributed.agreement import all_gather_json, broadcast_json
 from tpengine.model.meta_modules import is_on_meta, materialise
 from tpengine.plan import TensorSpec
 

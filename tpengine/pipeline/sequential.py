@@ -22,10 +22,9 @@ from torch.distributed import ProcessGroup
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.data_parallel.stage_modules import StageModules
-from tpengine.distributed.agreement import broadcast_model
-from tpengine.distributed.messages import broadcast_json
+from tpengine.distributed.agreement import broadcast_json, broadcast_model
 from tpengine.layers.gradient_sink import DeferringSink, WeightHalves
-from tpengine.layers.replicated.modules import carry_over, check_beside_parallel_layers
+from tpengine.layers.replicated import carry_over, check_beside_parallel_layers
 from tpengine.model.meta_modules import Init, fill_modules, is_on_meta, materialise
 from tpengine.pipeline.checks import (
     autocast_of,

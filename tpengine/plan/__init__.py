@@ -1,20 +1,30 @@
 """The step plan. It is generated, lowered and verified here, simulated and drawn in planner/, executed in pipeline/.
 
-Nothing here imports torch. Read actions.py, plan.py, schedules/, lower/, verify/ in this order.
+Nothing here imports torch. Read actions.py, plan.py, generators.py, lower.py, verify.py in this order.
 """
 
 from tpengine.plan.actions import Action, Kind, counterpart, format_actions, parse_action, parse_actions
-from tpengine.plan.clock import clock
-from tpengine.plan.lower import lower
-from tpengine.plan.lower.slack import slack
-from tpengine.plan.lower.slots import ReceiveSlots, receive_slots
+from tpengine.plan.clock import RankTimeline, Span, Timeline, clock
+from tpengine.plan.generators import SCHEDULES, forward_only, make_schedule
+from tpengine.plan.lower import lower, slack
 from tpengine.plan.partition import partition_layers
-from tpengine.plan.plan import Bucket, Chunk, Gathered, Plan, Recompute, Reduced, Residency, TensorSpec, Tie, Weights
-from tpengine.plan.schedules import SCHEDULES, ComputeLists, Schedule, forward_only, make_schedule
+from tpengine.plan.plan import (
+    Bucket,
+    Chunk,
+    Gathered,
+    Plan,
+    PlanError,
+    Recompute,
+    Reduced,
+    Residency,
+    TensorSpec,
+    Tie,
+    Weights,
+)
+from tpengine.plan.schedule import ComputeLists, Schedule
+from tpengine.plan.slots import ReceiveSlots, receive_slots
 from tpengine.plan.text import parse_plan
-from tpengine.plan.timeline import RankTimeline, Span, Timeline
 from tpengine.plan.verify import verify
-from tpengine.plan.verify.fault import PlanError
 
 __all__ = [
     "SCHEDULES",

@@ -11,7 +11,7 @@
 
 The chunk of a transfer is always the local one; the peer holds the chunk before or after it in the model. So an
 action can be read without knowing which rank executes it. This file only says what a single action must look like;
-the rules for a whole list of actions are in verify/.
+the rules for a whole list of actions are in verify.py.
 """
 
 from __future__ import annotations

@@ -28,9 +28,8 @@ from dataclasses import dataclass, field
 
 from tpengine.dtypes import dtype_bytes
 from tpengine.plan.actions import COMPUTE, SENDS, TRANSFERS, Action, Kind, counterpart, peer_chunk
-from tpengine.plan.clock import unit_durations
+from tpengine.plan.clock import Span, unit_durations
 from tpengine.plan.plan import Plan, TensorSpec
-from tpengine.plan.timeline import Span
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tpengine.plan.actions import BUCKET, TRANSFERS, Action, Kind
+from tpengine.plan.clock import Span, Timeline
 from tpengine.plan.plan import Plan
-from tpengine.plan.timeline import Span, Timeline
 
 
 @dataclass(frozen=True)

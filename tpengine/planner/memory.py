@@ -1,7 +1,7 @@
 """Memory: how many bytes a rank holds at what time, from its list and the times at which its actions run.
 
     resident      weights, gradients, moments: all the time
-    slots         receive buffers: all the time, as many as lower/slots.py assigns, each as large as the largest tensor
+    slots         receive buffers: all the time, as many as slots.py assigns, each as large as the largest tensor
     activations   `ChunkBytes` of a micro-batch: saved from the start of F to the end of B or I, deferred from there to
                   the end of W, working while an action runs
     outputs       of F, and the input's gradient of B or I: from its end until its send has been waited for, or until
@@ -21,9 +21,9 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 
 from tpengine.plan.actions import COMPUTE, INPUT_GRADIENT, RECEIVES, SENDS, Action, Kind
-from tpengine.plan.lower.slots import receive_slots
+from tpengine.plan.clock import RankTimeline, Span
 from tpengine.plan.plan import Plan, Reduced, Weights
-from tpengine.plan.timeline import RankTimeline, Span
+from tpengine.plan.slots import receive_slots
 from tpengine.planner.costs import ChunkBytes, Costs, spec_bytes, tensor_of
 
 _NOTHING = ChunkBytes()

@@ -21,8 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from tpengine.plan.actions import COMPUTE, SENDS, TRANSFERS, Action, Kind
+from tpengine.plan.clock import RankTimeline, Span, Timeline
 from tpengine.plan.plan import Plan
-from tpengine.plan.timeline import RankTimeline, Span, Timeline
 from tpengine.planner.costs import Costs, Event, Links, unit_costs
 from tpengine.planner.memory import memory_curve
 

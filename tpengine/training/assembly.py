@@ -11,11 +11,10 @@ from tpkernels.launch import accumulation_dtype
 from tpengine.config import Config, num_blocks, num_shards_of
 from tpengine.data_parallel.gradients import StepGradients, buckets_of_pieces, exact_step_gradients, fast_step_gradients
 from tpengine.data_parallel.weight_buckets import WeightBuckets
-from tpengine.distributed.groups import Communicators
-from tpengine.distributed.mesh import Mesh
+from tpengine.distributed.mesh import Communicators, Mesh
 from tpengine.distributed.process import make_deterministic
+from tpengine.layers.column import declare_places
 from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
-from tpengine.layers.linear.column import declare_places
 from tpengine.layout.parameters import BucketLayout, in_order_of_packing
 from tpengine.layout.slices import BlockCut, Cut
 from tpengine.layout.step_plan import Layout, reduced_of, weights_of

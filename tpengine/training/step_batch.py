@@ -28,7 +28,7 @@ from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import link_device, to_device
 from tpengine.layers import vocab_parallel_cross_entropy
 from tpengine.layers.dropout import Position
-from tpengine.layers.rows.documents import Documents
+from tpengine.layers.rows import Documents
 
 READING = "reading its text"
 """What a rank does while it waits for its samples; it then waits for no other rank."""

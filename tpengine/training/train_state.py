@@ -14,8 +14,7 @@ from tpkernels.launch import accumulation_dtype
 from tpengine.checkpoint.run.rollbacks import Rollback
 from tpengine.config import spike_rule_of
 from tpengine.data_parallel import GradientBuckets
-from tpengine.distributed.groups import Communicators
-from tpengine.distributed.mesh import Mesh
+from tpengine.distributed.mesh import Communicators, Mesh
 from tpengine.layers.gradient_sink import WeightHalves
 from tpengine.layout.parameters import decays
 from tpengine.observe.activity import Activity

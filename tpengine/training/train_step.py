@@ -23,7 +23,7 @@ from tpkernels.ops.clip import Judged, judged
 
 from tpengine.data import Position
 from tpengine.data_parallel import GradientBuckets
-from tpengine.distributed.messages import all_gather_json
+from tpengine.distributed.agreement import all_gather_json
 from tpengine.distributed.process import read_with_largest, to_device
 from tpengine.layout.parameters import EMBEDDING
 from tpengine.pipeline.executor import Executor, Handler, Trace

@@ -9,8 +9,7 @@ import torch
 from tpengine.checkpoint.run.rollbacks import left_out
 from tpengine.config import Config
 from tpengine.data import Corpus, Position
-from tpengine.distributed.groups import Communicators, exchange_seconds
-from tpengine.distributed.mesh import Shape, build_mesh
+from tpengine.distributed.mesh import Communicators, Shape, build_mesh, exchange_seconds
 from tpengine.distributed.process import link_device
 from tpengine.layout.parameters import kv_replicas
 from tpengine.layout.step_plan import evaluation_micro_batches, forward_plan

@@ -1,6 +1,6 @@
 """Weights that come and go while a plan runs (ZeRO): the handlers of its gathers and frees, wherever they stand.
 
-A compute action starts its gathers before it computes, and frees behind it (plan/lower/residency.py).
+A compute action starts its gathers before it computes, and frees behind it (plan/residency.py).
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from benchmarks.harness.timing import Spread, interleave, paired_ratios, spread_
 from tpengine.config import Config
 from tpengine.config.presets import preset_config
 from tpengine.config.rules import validate
+from tpengine.distributed.launch import loopback_variables
 from tpengine.distributed.local_ranks import run_ranks
-from tpengine.distributed.loopback import loopback_variables
 from tpengine.layout.flops import step_flops
 from tpengine.observe.metrics import peak_flops_per_second
 from tpengine.training.run.attention_taken import attention_taken

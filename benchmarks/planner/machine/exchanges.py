@@ -16,7 +16,7 @@ from tpkernels.fused.scatter import matmul_scatter
 from tpkernels.ops.matmul.host import PreparedMatrix, product
 
 from benchmarks.planner.machine.clock import Clock, usual
-from tpengine.distributed.groups import SUM_ARENA_BYTES
+from tpengine.distributed.mesh import SUM_ARENA_BYTES
 
 Points = list[tuple[float, float]]
 

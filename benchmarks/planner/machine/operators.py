@@ -20,8 +20,7 @@ from tpengine.config import OptimConfig
 from tpengine.layers.attention import Scores, attend
 from tpengine.layers.mlp import activated
 from tpengine.layers.norm import RMSNorm
-from tpengine.layers.vocabulary.embedding import VocabParallelEmbedding
-from tpengine.layers.vocabulary.loss import vocab_parallel_cross_entropy
+from tpengine.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tpengine.training.update.optimizer import AdamW
 
 Points = dict[str, list[tuple[float, float]]]

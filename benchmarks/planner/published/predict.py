@@ -19,7 +19,7 @@ from benchmarks.planner.published.sizes import Sizes, num_micro_batches_said
 from tpengine.layout.parameters import num_matmul_parameters
 from tpengine.plan import Plan
 from tpengine.plan.actions import COMPUTE
-from tpengine.plan.timeline import Timeline
+from tpengine.plan.clock import Timeline
 from tpengine.planner import Costs, simulate
 from tpengine.planner.machine import MACHINES, Machine
 

@@ -19,8 +19,7 @@ import torch.distributed.nn.functional
 
 from tpengine.commands.arguments import parse_config
 from tpengine.data import open_corpus
-from tpengine.distributed.launch import Launch
-from tpengine.distributed.loopback import loopback_variables
+from tpengine.distributed.launch import Launch, loopback_variables
 from tpengine.training.trainer import Trainer
 
 # Of each start, not timed: kernels are loaded, and memory is first touched.

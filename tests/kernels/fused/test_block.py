@@ -26,7 +26,7 @@ from tpkernels.ops.rope import rope_tables
 
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import IGNORED_LABEL, ModelConfig
-from tpengine.layers.vocabulary.loss import vocab_parallel_cross_entropy
+from tpengine.layers.vocabulary import vocab_parallel_cross_entropy
 from tpengine.model.block import Block
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer

@@ -19,13 +19,12 @@ from tpkernels.ops.norm import operator
 from tpengine.architectures.describe import ConfigJson
 from tpengine.config.settings import RopeScaling
 from tpengine.hugging_face.write import TensorToWrite
-from tpengine.layers import attention, norm
-from tpengine.layers.linear import bias
+from tpengine.layers import attention, bias, norm
 from tpengine.layout.parameters import EMBEDDING, HEAD, ParameterSpec
 from tpengine.layout.stored import FileBox, Stored
 
 # The package names a function of the same name.
-export = importlib.import_module("tpengine.commands.weights.export")
+export = importlib.import_module("tpengine.commands.weights")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tpengine.commands.certify.witness import Gradients, Witness
+from tpengine.commands.certify_witness import Gradients, Witness
 from tpengine.config import Config
 
 

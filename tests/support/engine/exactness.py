@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tpengine.commands.certify.witness import whole
+from tpengine.commands.certify_witness import whole
 from tpengine.config import (
     Config,
     DataConfig,

@@ -24,8 +24,7 @@ from tpkernels.exchange.pending import Done, Work
 from tpengine.config import Config
 from tpengine.config.toml import dump_toml
 from tpengine.data import Corpus, open_corpus
-from tpengine.distributed.groups import Communicators
-from tpengine.distributed.mesh import Shape
+from tpengine.distributed.mesh import Communicators, Shape
 from tpengine.observe.metrics import MetricsWriter, step_record
 from tpengine.pipeline.executor import Handler
 from tpengine.plan import Action, Chunk, Kind, Recompute

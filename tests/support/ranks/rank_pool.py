@@ -26,7 +26,7 @@ from typing import Any
 from support.kernels.interpreter import patch_language_once
 from support.ranks.preloaded import Worker, preloaded
 from support.ranks.progress import LOOK_SECONDS, Progress
-from tpengine.distributed.loopback import loopback_variables
+from tpengine.distributed.launch import loopback_variables
 
 # After a rank's failure: the others may wait for it for ever.
 QUIET_SECONDS_AFTER_A_FAILURE = 3.0

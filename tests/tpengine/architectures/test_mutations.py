@@ -2,7 +2,7 @@
 
 Each mutation is judged by the check that stands for it elsewhere: logits and gradients (test_transformers.py), losses
 of training on from transformers' weights (training/state/test_beginning.py), or what transformers loads from an export
-(commands/weights/test_export.py).
+(commands/test_export.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.architectures.runs import beginning, begun, losses_of, saved, train
 from support.kernels.mutations import survivors
 from support.ranks.rank_pool import RankPool
 
-from tpengine.commands.weights.export import export
+from tpengine.commands.weights import export
 from tpengine.config import Config
 
 LLAMA3 = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tpengine.commands.data.fit import fit_data
+from tpengine.commands.data_check import fit_data
 from tpengine.config import Config, DataConfig, ModelConfig, TrainConfig, phases_of
 from tpengine.data import StoredTokens, change_of, fitting, open_corpora, open_corpus, write_tokens
 from tpengine.data.content import content_sha256

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tpengine.commands.data.fit import fit_data
+from tpengine.commands.data_check import fit_data
 from tpengine.config import Config, DataConfig, ModelConfig, TrainConfig, phases_of, validate_run
 from tpengine.data import Corpus, change_of, open_corpora, open_corpus, write_tokens
 from tpengine.data.mixture_corpus import MixtureCorpus
@@ -222,7 +222,7 @@ def test_phases_keep_the_held_out_text_or_name_another(tmp_path: Path) -> None:
 
 def test_the_planner_packs_what_the_run_trains_on(tmp_path: Path) -> None:
     """With a held-out text the documents at the end are trained on, and measured."""
-    from tpengine.commands.planning.packing import packed_documents
+    from tpengine.commands.schedule_packing import packed_documents
 
     path, held_out = written(tmp_path / "t", TRAINED, [4] * 30), written(tmp_path / "v", HELD_OUT)
     config = config_of(path, held_out, packing="documents")

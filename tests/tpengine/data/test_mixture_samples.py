@@ -22,7 +22,7 @@ from support.draws import over_draws
 from support.mixtures import APART, mixed_config, write_mixture
 from torch import Tensor
 
-from tpengine.commands.data.fit import fit_data
+from tpengine.commands.data_check import fit_data
 from tpengine.config import IGNORED_LABEL, Config, ParallelConfig, phases_of, validate_run
 from tpengine.data import Corpus, Position, open_corpora
 from tpengine.data.mixture import Mixture, read_table

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.draws import over_draws
 
-from tpengine.commands.data.fit import fit_data
+from tpengine.commands.data_check import fit_data
 from tpengine.config import IGNORED_LABEL, Config, DataConfig, ModelConfig, TrainConfig
 from tpengine.data import Samples, batch_digest, first_sample_index, fitting, open_corpus, write_tokens
 from tpengine.data.samples import FittedSamples, PackedBatch

@@ -19,8 +19,7 @@ from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.distributed.groups import Communicators
-from tpengine.distributed.mesh import Shape
+from tpengine.distributed.mesh import Communicators, Shape
 from tpengine.layout.parameters import kv_replicas
 from tpengine.training.trainer import Trainer
 

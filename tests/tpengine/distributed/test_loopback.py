@@ -13,10 +13,9 @@ import torch.distributed as dist
 from support.ranks.forked import fork_local_ranks
 from support.ranks.rank_pool import RankPool
 
-from tpengine.distributed import loopback
-from tpengine.distributed.launch import Launch
+from tpengine.distributed import launch
+from tpengine.distributed.launch import GLOO_INTERFACE, Launch, loopback_interface, loopback_variables
 from tpengine.distributed.local_ranks import Ranks
-from tpengine.distributed.loopback import GLOO_INTERFACE, loopback_interface, loopback_variables
 from tpengine.distributed.meeting import Meeting
 from tpengine.distributed.process import start
 
@@ -120,12 +119,12 @@ def test_the_interface_is_found_by_name_where_it_is_up(monkeypatch: pytest.Monke
         (("en0", "lo0"), "lo0"),
         (("eth0", "log0", "wlo1"), ""),
     ):
-        monkeypatch.setattr(loopback.socket, "if_nameindex", interfaces(*names))
+        monkeypatch.setattr(launch.socket, "if_nameindex", interfaces(*names))
         assert loopback_interface() == found
 
     def down(*_: object) -> None:
         raise OSError("cannot assign requested address")
 
-    monkeypatch.setattr(loopback.socket, "if_nameindex", interfaces("lo"))
-    monkeypatch.setattr(loopback.socket.socket, "bind", down)
+    monkeypatch.setattr(launch.socket, "if_nameindex", interfaces("lo"))
+    monkeypatch.setattr(launch.socket.socket, "bind", down)
     assert loopback_variables({}) == {}

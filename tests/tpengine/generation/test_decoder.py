@@ -18,7 +18,7 @@ from support.architectures.transformers_models import Widened, ours
 from support.ranks.rank_pool import RankPool
 from tpkernels.ops.matmul import host
 
-from tpengine.commands.generate.command import Options, find_model
+from tpengine.commands.generate import Options, find_model
 from tpengine.generation import decoder
 from tpengine.generation.draw import draw
 from tpengine.generation.drawing import Drawing

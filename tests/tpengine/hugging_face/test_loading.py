@@ -28,7 +28,7 @@ from support.kernels.mutations import survivors
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 
-from tpengine.commands.weights.export import export
+from tpengine.commands.weights import export
 
 OLDEST = "4.51.1"
 LAYOUT = (1, 2, 2)

@@ -31,8 +31,8 @@ from tpengine.layers import (
     vocab_parallel_cross_entropy,
 )
 from tpengine.layers.attention import Rotation, rope, tables_of
+from tpengine.layers.bias import LearnedPositions
 from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
-from tpengine.layers.linear.bias import LearnedPositions
 from tpengine.layers.mlp import FeedForward
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm
 

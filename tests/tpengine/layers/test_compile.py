@@ -17,10 +17,10 @@ from tpkernels.exchange.communicator import Communicator
 
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import ModelConfig
+from tpengine.layers.bias import add_cut_bias
+from tpengine.layers.column import ColumnParallelLinear
 from tpengine.layers.gradient_sink import GradientSink
-from tpengine.layers.linear.bias import add_cut_bias
-from tpengine.layers.linear.column import ColumnParallelLinear
-from tpengine.layers.linear.row import RowParallelLinear
+from tpengine.layers.row import RowParallelLinear
 from tpengine.model.block import Block
 from tpengine.model.parts import FastParts
 

@@ -19,8 +19,8 @@ from torch.nn.utils import parametrize
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import Attention, ColumnParallelLinear, RMSNorm, RowParallelLinear, SwiGLU, VocabParallelEmbedding
+from tpengine.layers.bias import LearnedPositions
 from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
-from tpengine.layers.linear.bias import LearnedPositions
 from tpengine.layers.mlp import FeedForward
 from tpengine.layers.norm import LayerNorm
 

@@ -43,7 +43,7 @@ from tpengine.layers import (
     vocab_parallel_cross_entropy,
 )
 from tpengine.layers.placement import Placement, cut
-from tpengine.layers.replicated.modules import num_parallel
+from tpengine.layers.replicated import num_parallel
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
 from tpengine.pipeline import Pipeline

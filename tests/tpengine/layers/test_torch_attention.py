@@ -29,8 +29,7 @@ from tpengine.layers.attention import Attention, Scores
 from tpengine.layers.collectives import ShardCommunicator
 from tpengine.layers.dropout import Dropout, Position
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
-from tpengine.layers.rows.cache import length_of
-from tpengine.layers.rows.documents import Documents
+from tpengine.layers.rows import Documents, length_of
 from tpengine.model.parts import FastParts
 
 HEADS, KV_HEADS, HEAD_SIZE, SEQ = 4, 2, 16, 32

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tpengine.observe.background import BackgroundWriter
-from tpengine.observe.metrics import MetricsWriter
+from tpengine.observe.metrics import BackgroundWriter, MetricsWriter
 
 
 class SlowWriter(MetricsWriter):

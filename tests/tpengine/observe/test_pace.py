@@ -8,8 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tpengine.observe.console import ProgressLine, show_held_out, show_next
-from tpengine.observe.pace import Pace
+from tpengine.observe.console import Pace, ProgressLine, show_held_out, show_next
 
 
 def row(step: int, wall_seconds: float) -> dict[str, Any]:

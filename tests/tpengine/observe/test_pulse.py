@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tpengine.observe.pulse import Pulse
+from tpengine.observe.watch import Pulse
 
 NEVER = float("-inf")
 

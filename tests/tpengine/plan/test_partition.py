@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpengine.plan import partition, partition_layers
-from tpengine.plan.schedules.schedule import looping, vee
+from tpengine.plan.schedule import looping, vee
 
 
 def brute_force(costs: list[int], first: int, last: int, num_stages: int) -> tuple[tuple[int, int], ...]:

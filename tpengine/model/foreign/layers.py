@@ -17,7 +17,7 @@ from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers.collectives import all_reduce, copy
 from tpengine.layers.placement import Placement, SummedBy, cut, whole
-from tpengine.layers.vocabulary.loss import check_range
+from tpengine.layers.vocabulary import check_range
 from tpengine.model.foreign.alike import SameGradient
 from tpengine.model.foreign.cut import Cut
 

@@ -17,7 +17,7 @@ from tpkernels.exchange.communicator import Communicator
 
 from tpengine.architectures.describe.table import Table
 from tpengine.distributed.agreement import check_same, describe_model, device_of
-from tpengine.layers.replicated.modules import hook_gradient, replicate, summed
+from tpengine.layers.replicated import hook_gradient, replicate, summed
 from tpengine.model.foreign.alike import SameGradient
 from tpengine.model.foreign.cut import Cut
 from tpengine.model.foreign.layers import CutColumns, CutHead, CutLayer, CutPReLU, CutRows, CutTable

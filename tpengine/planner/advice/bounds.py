@@ -34,7 +34,7 @@ from tpengine.layout.parameters import EMBEDDING, num_parameters, stage_specs
 from tpengine.layout.state_bytes import even_state_bytes
 from tpengine.layout.step_plan import gradient_bytes, layer_ranges
 from tpengine.plan import SCHEDULES, Chunk, Gathered, Kind, Recompute
-from tpengine.plan.schedules.schedule import looping, vee
+from tpengine.plan.schedule import looping, vee
 from tpengine.planner import ChunkBytes
 from tpengine.planner.advice.lists import KINDS, Held, Played, RankHeld, held_of, order_of, place_of
 from tpengine.planner.advice.question import Candidate, Question

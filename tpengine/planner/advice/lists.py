@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from tpengine.plan import Kind, Schedule, make_schedule
 from tpengine.plan.actions import INPUT_GRADIENT, WEIGHT_GRADIENT, Action
-from tpengine.plan.schedules.schedule import chunks_of_rank
+from tpengine.plan.schedule import chunks_of_rank
 
 # The kinds of compute actions, in the order of their durations in `Order.play`.
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tpengine.plan.actions import BACKWARD, COMPUTE, Kind
+from tpengine.plan.clock import RankTimeline, Span, Timeline
 from tpengine.plan.plan import Plan
-from tpengine.plan.timeline import RankTimeline, Span, Timeline
 from tpengine.planner.figures import StepFigures
 
 # 35 MB of text; a browser can still just move such a picture.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 
 from tpengine.plan.actions import COMPUTE, Kind
-from tpengine.plan.timeline import RankTimeline, Span
+from tpengine.plan.clock import RankTimeline, Span
 from tpengine.planner.draw import palette
 from tpengine.planner.draw.picture import Picture, compute_spans, drawn, shown_kinds
 

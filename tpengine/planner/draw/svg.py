@@ -11,7 +11,7 @@ from html import escape
 from itertools import pairwise
 
 from tpengine.plan.actions import BUCKET, COMPUTE, TRANSFERS, Action, Kind, format_actions
-from tpengine.plan.timeline import RankTimeline, Span
+from tpengine.plan.clock import RankTimeline, Span
 from tpengine.planner.costs import transfer_bytes
 from tpengine.planner.draw import palette
 from tpengine.planner.draw.picture import Picture, bytes_text, check_size, drawn, on_one_axis, shown_kinds

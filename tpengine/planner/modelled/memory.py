@@ -16,7 +16,7 @@ from tpengine.config import Config
 from tpengine.layout.state_bytes import StateBytes, state_bytes
 from tpengine.layout.step_plan import Layout, layout_of, training_plan
 from tpengine.plan import Plan, Residency
-from tpengine.plan.timeline import RankTimeline
+from tpengine.plan.clock import RankTimeline
 from tpengine.planner import Costs, simulate
 from tpengine.planner.machine import CPU_CORE, Machine
 from tpengine.planner.memory import memory_curve, slot_bytes

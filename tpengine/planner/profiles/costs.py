@@ -22,7 +22,7 @@ from tpengine.plan.actions import COMPUTE, Kind
 from tpengine.plan.lower import lower
 from tpengine.plan.partition import partition_layers
 from tpengine.plan.plan import Bucket, Chunk, Plan, Tie
-from tpengine.plan.schedules import Schedule
+from tpengine.plan.schedule import Schedule
 from tpengine.planner.costs import Costs, spec_bytes
 from tpengine.planner.profiles.file import BucketProfile, ChunkProfile, CostProfile
 

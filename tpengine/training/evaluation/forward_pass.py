@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpengine.layers.dropout import Position
-from tpengine.layers.rows.documents import Documents
+from tpengine.layers.rows import Documents
 from tpengine.layout.step_plan import forward_plan
 from tpengine.pipeline.executor import Executor
 from tpengine.pipeline.handlers import RankPipeline

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tpengine.config import num_evaluated
 from tpengine.data import batch_digest
-from tpengine.distributed.messages import all_gather_json
+from tpengine.distributed.agreement import all_gather_json
 from tpengine.distributed.process import to_device
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
 from tpengine.layout.step_plan import evaluation_micro_batches

@@ -8,8 +8,8 @@ from typing import NoReturn
 import torch
 
 from tpengine.distributed.process import max_over_ranks
-from tpengine.observe.background import BackgroundWriter
 from tpengine.observe.console import ProgressLine
+from tpengine.observe.metrics import BackgroundWriter
 from tpengine.observe.watch import Watch
 from tpengine.training.evaluation.between_steps import Evaluation
 from tpengine.training.planned_run import RunError

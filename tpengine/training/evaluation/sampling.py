@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tpkernels.random import uniform
 
-from tpengine.distributed.messages import broadcast_json
+from tpengine.distributed.agreement import broadcast_json
 from tpengine.distributed.process import to_device
 from tpengine.training.evaluation.forward_pass import ForwardPass
 from tpengine.training.planned_run import RunError

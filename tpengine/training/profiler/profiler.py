@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from tpengine.config import profiled_steps
+from tpengine.distributed.agreement import gather_bytes
 from tpengine.distributed.launch import num_cores
 from tpengine.distributed.mesh import Shape
-from tpengine.distributed.messages import gather_bytes
 from tpengine.files import keep_copy_aside
 from tpengine.layout.step_plan import gradient_bytes
 from tpengine.observe.chrome_trace import TracedRank, TracedStep, chrome_trace

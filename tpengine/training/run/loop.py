@@ -16,14 +16,13 @@ from rich.console import Console
 from tpengine.checkpoint.run.resume import Checkpoint
 from tpengine.checkpoint.run.upload import Uploads
 from tpengine.data import CPU_SHARE, GPU_SHARE, ContentChecks
-from tpengine.distributed.messages import broadcast_json
+from tpengine.distributed.agreement import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
 from tpengine.hugging_face.kept import kept_tokenizer
 from tpengine.last_words import forget_last_words
 from tpengine.observe.activity import OtherRanks
-from tpengine.observe.background import BackgroundWriter
 from tpengine.observe.console import ProgressLine, console_for, show_held_out, show_next
-from tpengine.observe.metrics import left_out_record, peak_memory_bytes, step_record
+from tpengine.observe.metrics import BackgroundWriter, left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.watch import Watch
 from tpengine.training.evaluation.between_steps import Evaluation
 from tpengine.training.evaluation.pause import Pause

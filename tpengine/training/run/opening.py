@@ -17,14 +17,13 @@ from tpengine.checkpoint.run.run_directory import write_config
 from tpengine.config import Config, decay_steps_of
 from tpengine.config.lengths import amount_of
 from tpengine.config.rules import zero_in_words
-from tpengine.distributed.messages import broadcast_json
+from tpengine.distributed.agreement import broadcast_json
 from tpengine.files import write_beside
 from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.kept import hand_on, keep_source
 from tpengine.last_words import RANK_FAILED, USER_ERROR
-from tpengine.observe.background import BackgroundWriter
 from tpengine.observe.console import show_padding, show_phases, show_plan
-from tpengine.observe.metrics import MetricsWriter
+from tpengine.observe.metrics import BackgroundWriter, MetricsWriter
 from tpengine.observe.wandb_run import WandbRun
 from tpengine.planner.machine import machine_on
 from tpengine.planner.modelled.memory import memory_of

@@ -17,7 +17,7 @@ from tpengine.checkpoint.block import Block
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
 from tpengine.checkpoint.run.resume import checkpoints_of
 from tpengine.config import ModelConfig
-from tpengine.distributed.messages import all_gather_json
+from tpengine.distributed.agreement import all_gather_json
 from tpengine.hugging_face.check import check_tensors, check_tied
 from tpengine.hugging_face.directory import ModelDirectory, open_directory
 from tpengine.hugging_face.names import ignorable, stored_of, tied_names, wanted, with_prefix

@@ -22,7 +22,7 @@ from tpengine.checkpoint.run.retention import Retention
 from tpengine.checkpoint.run.upload import Uploads
 from tpengine.checkpoint.save import Saver
 from tpengine.config import spike_rule_of
-from tpengine.distributed.messages import all_gather_json, broadcast_json
+from tpengine.distributed.agreement import all_gather_json, broadcast_json
 from tpengine.distributed.process import max_over_ranks
 from tpengine.training.planned_run import PlannedRun, RunError
 from tpengine.training.state.state_check import check_finite, check_replicas

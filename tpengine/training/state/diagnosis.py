@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpengine.distributed.messages import all_gather_json
+from tpengine.distributed.agreement import all_gather_json
 from tpengine.layout.parameters import stage_specs
 from tpengine.training.state.training_state import hf_name
 from tpengine.training.train_step import TrainStep

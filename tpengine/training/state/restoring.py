@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint
 from tpengine.checkpoint.run.resume import Checkpoint, checkpoints_of, find_checkpoint
 from tpengine.config import Config
-from tpengine.distributed.messages import all_gather_json, broadcast_json
+from tpengine.distributed.agreement import all_gather_json, broadcast_json
 from tpengine.last_words import one_line
 from tpengine.training.planned_run import PlannedRun, RunError
 from tpengine.training.state.beginning import Beginning, begin_from

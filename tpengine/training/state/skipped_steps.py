@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tpengine.config.lengths import index_of, numbered
-from tpengine.distributed.messages import broadcast_json
+from tpengine.distributed.agreement import broadcast_json
 from tpengine.files import keep_aside, write_beside
 from tpengine.observe.activity import Activity
 from tpengine.training.planned_run import PlannedRun, RunError

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tpengine.cli import main
+from tpengine.commands.advise import nothing_fits
 from tpengine.commands.arguments import parse_config
-from tpengine.commands.planning.no_answer import nothing_fits
 from tpengine.config import validate
 from tpengine.config.presets import preset_config
 from tpengine.planner.advice.question import Question

@@ -16,7 +16,7 @@ from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from tpengine.config.settings import ModelDetails
 from tpengine.layout.step_plan import lowered
 from tpengine.plan import make_schedule, verify
-from tpengine.plan.schedules.file import format_schedule
+from tpengine.plan.schedule_file import format_schedule
 from tpengine.planner import simulate
 from tpengine.planner.advice.bounds import Bounds
 from tpengine.planner.advice.changes import Change, changes

@@ -1,6 +1,6 @@
 """Rung: gloo ranks. The engine broken on purpose: parity must go red for each mutation.
 
-The verifier's own mutations (plans broken on purpose) are in plan/verify/test_plan.py. Here the plan is right and a
+The verifier's own mutations (plans broken on purpose) are in plan/test_verify.py. Here the plan is right and a
 part of the engine does not do what it says; `test_parity.compare` must notice.
 """
 

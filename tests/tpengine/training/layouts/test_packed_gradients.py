@@ -20,9 +20,9 @@ from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 
-from tpengine.commands.certify import witness
-from tpengine.commands.certify.distance import Tensors, assembled
-from tpengine.commands.certify.witness import Gradients, Values
+from tpengine.commands import certify_witness
+from tpengine.commands.certify_compare import Tensors, assembled
+from tpengine.commands.certify_witness import Gradients, Values
 from tpengine.config import Config
 from tpengine.layers import gradient_sink
 from tpengine.training.trainer import Trainer
@@ -67,7 +67,7 @@ def first_gradients(config: Config, packs: bool) -> tuple[list[Values], Counter[
         add(buffer, dy, x)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(witness, "Trainer", functools.partial(Trainer, packs_gradients=packs))
+        patch.setattr(certify_witness, "Trainer", functools.partial(Trainer, packs_gradients=packs))
         patch.setattr(gradient_sink, "accumulate_wgrad", counted)
         return Gradients(config, "float32").step(0), products
 
@@ -125,7 +125,7 @@ def test_packed_gradients_are_at_most_twice_as_wrong(
 
 def launched_by_default(config: Config, device: str) -> tuple[list[tuple[int, ...]], bool]:
     """Return the matrices that buckets have packed, and whether the layout says that there are some."""
-    trainer = Trainer(config, witness.open_corpus(config), torch.device(device))
+    trainer = Trainer(config, certify_witness.open_corpus(config), torch.device(device))
     packs = [names for bucket in trainer.state.part.layout.buckets.values() for names in bucket.layout.packs]
     return [tuple(matrix.shape) for matrix in trainer.state.buckets.packs.values()], bool(packs)
 

@@ -19,7 +19,7 @@ from support.mixtures import write_mixture
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 
-from tpengine.commands.data.fit import fit_data
+from tpengine.commands.data_check import fit_data
 from tpengine.config import IGNORED_LABEL, Config, validate
 from tpengine.data import open_corpus, write_tokens
 from tpengine.layers import Documents

@@ -1,6 +1,6 @@
 """Rung: gloo ranks. ZeRO broken on purpose, as engines have been: every mutation turns parity red.
 
-What only a plan can get wrong is broken in tests/tpengine/plan/verify/test_mutations.py.
+What only a plan can get wrong is broken in tests/tpengine/plan/test_verify_mutations.py.
 """
 
 from __future__ import annotations

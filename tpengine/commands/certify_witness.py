@@ -1,0 +1,292 @@
+"""On each rank: a trainer, and digests of what it computes while it runs.
+
+Nothing here takes part in training. Outputs and gradients are hashed where they appear: in module and tensor hooks,
+around the handlers of the plan's actions, and where GradientBuckets end a block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from tpkernels.launch import accumulation_dtype
+
+from tpengine.commands.certify_compare import GRADIENT, OPTIMIZER, WEIGHT, Observation, Phase, Place
+from tpengine.config import Config, num_blocks
+from tpengine.data import open_corpus
+from tpengine.layout.parameters import EMBEDDING, HEAD, Piece, leaf_parts
+from tpengine.model.block import Block
+from tpengine.pipeline.executor import Handler
+from tpengine.plan import Action, Kind
+from tpengine.training.train_state import TrainState
+from tpengine.training.trainer import Trainer
+
+# More than there are places within one layer.
+_PLACES = 8
+# Order of a layer's places in backward: the gradient of an output comes before those of the parameters that follow.
+_BACKWARD = ("", "mlp", "mlp.", "post_attention_layernorm.", "self_attn", "self_attn.", "input_layernorm.")
+
+
+class Witness:
+    """One rank of an exact run whose tensors are observed.
+
+    Args:
+        config: validated, train.reduction exact.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+        self._step = 0
+        self._block_length = config.train.num_micro_batches * (config.parallel.dp or 1) // num_blocks(config)
+        self._observations: list[Observation] = []
+        assert self.trainer.state.buckets.blocks is not None, "fast mode has no bits to certify"
+        self._watch_blocks()
+        _after_sums(self.trainer, self._see_sums)
+        self.trainer.step.executor.handlers = {**self.trainer.step.executor.handlers, **self._watched_handlers()}
+        self._watch_modules()
+
+    def step(self, step: int) -> tuple[list[Observation], float]:
+        """Run a step; return the observations and the loss."""
+        self._step, self._observations = step, []
+        result = self.trainer.step.run(step)
+        for depth, name in enumerate(("loss", "grad_norm", "lr")):
+            value = torch.tensor(getattr(result, name), dtype=torch.float64)
+            self._see(Phase.UPDATE, self._depth_of_head() * 2 + depth, f"reported {name}", value)
+        return self._observations, result.loss
+
+    def _see(
+        self, phase: Phase, depth: int, name: str, tensor: Tensor, *, shard: int = -1, of_microbatch: bool = False
+    ) -> None:
+        microbatch = self.trainer.state.model.position.microbatch if of_microbatch else -1
+        place = Place(self._step, phase, microbatch, depth, name, shard)
+        self._observations.append(Observation(place, digest(tensor), str(self.trainer.state.rank.activity.now.what)))
+
+    def _see_blocks_of_tokens(self, phase: Phase, depth: int, name: str, rows: Tensor) -> None:
+        held = self.trainer.state.model.parts.held
+        for shard, block in zip(held, rows.detach().chunk(len(held)), strict=True):
+            self._see(phase, depth, name, block, shard=shard, of_microbatch=True)
+
+    def _watch_modules(self) -> None:
+        model = self.trainer.state.model
+        if model.is_first:
+            self._watch_output(model.embed_tokens, "embed_tokens", 0)
+        for number, block in model.layers.items():
+            assert isinstance(block, Block)
+            first = (int(number) + 1) * _PLACES
+            self._watch_input(block, f"layers.{number}", first - 1)
+            for place, (name, part) in enumerate(block.matmuls().items()):
+                self._watch_output(part, f"layers.{number}.{name}", first + place)
+            self._watch_output(block, f"layers.{number}", first + 2)
+        if model.is_last:
+            model.lm_head.register_forward_hook(self._see_logits)
+
+    def _watch_input(self, module: nn.Module, name: str, depth: int) -> None:
+        def see(_: nn.Module, given: tuple[Tensor, int]) -> None:
+            if self.trainer.state.model.position.training:
+                self._see_blocks_of_tokens(Phase.FORWARD, depth, f"input of {name}", given[0])
+
+        module.register_forward_pre_hook(see)
+
+    def _watch_output(self, module: nn.Module, name: str, depth: int) -> None:
+        def see_gradient(gradient: Tensor) -> None:
+            what = f"gradient of the output of {name}"
+            self._see_blocks_of_tokens(Phase.BACKWARD, self._depth_down(name), what, gradient)
+
+        def see(_: nn.Module, __: Any, output: Tensor) -> None:
+            if not self.trainer.state.model.position.training:
+                return
+            self._see_blocks_of_tokens(Phase.FORWARD, depth, f"output of {name}", output)
+            if output.requires_grad:
+                output.register_hook(see_gradient)
+
+        module.register_forward_hook(see)
+
+    def _see_logits(self, _: nn.Module, __: Any, logits: Tensor) -> None:
+        if self.trainer.state.model.position.training:
+            for shard, z in zip(self.trainer.state.model.parts.held, logits.detach(), strict=True):
+                self._see(Phase.FORWARD, self._depth_of_head(), "logits", z, shard=shard, of_microbatch=True)
+
+    def _watched_handlers(self) -> dict[Kind, Handler]:
+        handlers = self.trainer.step.executor.handlers
+
+        def forward(action: Action) -> None:
+            handlers[Kind.F](action)
+            if action.piece[0] == len(self.trainer.state.part.plan.chunks) - 1:
+                loss = self.trainer.step.batch.losses[self.trainer.state.model.position.microbatch]
+                self._see(Phase.FORWARD, self._depth_of_head() + 1, "loss", loss, of_microbatch=True)
+
+        def clip(action: Action) -> None:
+            handlers[Kind.CLIP](action)
+            self._see(Phase.UPDATE, 0, "gradient norm", self.trainer.step.grad_norm)
+
+        def step(action: Action) -> None:
+            handlers[Kind.STEP](action)
+            self._see_update()
+
+        return {Kind.F: forward, Kind.CLIP: clip, Kind.STEP: step}
+
+    def _watch_blocks(self) -> None:
+        """See each bucket when it holds the sum of a block of micro-batches."""
+        buckets = self.trainer.state.buckets
+        end_block = buckets.end_block
+
+        def seen(index: int) -> None:
+            self._see_block(buckets[index].views)
+            end_block(index)
+
+        buckets.end_block = seen  # type: ignore[method-assign]
+
+    def _see_block(self, gradients: Mapping[str, Tensor]) -> None:
+        held = self.trainer.state.model.parts.held
+        for leaf, gradient in gradients.items():
+            name, rank, head = leaf_parts(leaf)
+            # The last stage's copy of tied embeddings is used as the head.
+            head = head or (name == EMBEDDING and not self.trainer.state.model.is_first)
+            use = " as output head" if head else ""
+            if self._block_length > 1:
+                use += f", over {self._block_length} micro-batches to the last"
+            self._see(
+                Phase.BACKWARD,
+                self._depth_down(HEAD if head else name),
+                f"gradient of {name}{use}",
+                gradient,
+                shard=held[rank],
+                of_microbatch=True,
+            )
+
+    def _see_sums(self) -> None:
+        for name, piece in self.trainer.state.model.pieces.items():
+            self._see(
+                Phase.SUM,
+                self._depth_down(piece.spec.name),
+                f"{GRADIENT}{piece.spec.name}",
+                whole(self.trainer.state, name, self.trainer.state.gradients.of.get(name)),
+                shard=_shard(piece),
+            )
+
+    def _see_update(self) -> None:
+        trainer = self.trainer
+        dtype = trainer.state.model.held[next(iter(trainer.state.model.held))].dtype
+        kinds = ["exp_avg", "exp_avg_sq"] + ["master"] * (accumulation_dtype(dtype) != dtype)
+        for name, piece in trainer.state.model.pieces.items():
+            depth, found = self._depth_down(piece.spec.name), trainer.state.optimizer
+            states = found.state_of(name) if name in trainer.state.weights else {}
+            for kind in kinds:
+                tensor = whole(trainer.state, name, states.get(kind))
+                self._see(
+                    Phase.UPDATE, 1 + depth, f"{OPTIMIZER}{kind} of {piece.spec.name}", tensor, shard=_shard(piece)
+                )
+            weight = whole(trainer.state, name, trainer.state.weights.get(name), dtype)
+            self._see(Phase.UPDATE, 1 + depth, f"{WEIGHT}{piece.spec.name}", weight, shard=_shard(piece))
+
+    def _depth_of_head(self) -> int:
+        return (self.trainer.state.part.config.model.num_layers + 1) * _PLACES
+
+    def _depth_down(self, name: str) -> int:
+        """Return at which depth backward reaches the output of a module, or a parameter, by its name."""
+        path = name.split(".", 2)
+        if path[0] != "layers":
+            return self._depth_of_head() + len(path) if path[0] == "embed_tokens" else 0
+        module = path[2] if len(path) > 2 else ""
+        within, parameter, _ = module.partition(".")
+        layers_above = self.trainer.state.part.config.model.num_layers - 1 - int(path[1])
+        return (layers_above + 1) * _PLACES + _BACKWARD.index(within + parameter)
+
+
+@dataclass(frozen=True)
+class Values:
+    """A block of a global tensor, in float64.
+
+    Attributes:
+        name: of the tensor.
+        offset: where the block begins.
+        shape: of the whole.
+        values: the block.
+    """
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    values: NDArray[np.float64]
+
+
+class Gradients:
+    """One rank of a run, fast or exact, that returns its gradients and losses.
+
+    Args:
+        config: validated.
+        weights_in: dtype that the initial weights are rounded to: that of the run for which this one is the reference.
+    """
+
+    def __init__(self, config: Config, weights_in: str) -> None:
+        self.trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+        dtype = getattr(torch, weights_in)
+        with torch.no_grad():
+            for parameter in self.trainer.state.model.held.values():
+                # Rounded twice, as a weight is whose master has a wider dtype.
+                parameter.copy_(parameter.to(accumulation_dtype(dtype)).to(dtype))
+        _after_sums(self.trainer, self._keep)
+        self._kept: list[Values] = []
+
+    def step(self, step: int) -> list[Values]:
+        """Run a step; return this rank's blocks of the gradients before clipping, and of the losses."""
+        self.trainer.step.run(step)
+        if not self.trainer.state.model.is_last:
+            return self._kept
+        losses = self.trainer.step.batch.losses.numpy().copy()
+        return [*self._kept, Values("loss of each micro-batch", (0,), losses.shape, losses)]
+
+    def _keep(self) -> None:
+        self._kept = []
+        for name, piece in self.trainer.state.model.pieces.items():
+            values = whole(self.trainer.state, name, self.trainer.state.gradients.of.get(name)).double().numpy().copy()
+            self._kept.append(Values(piece.spec.name, piece.block[0], piece.spec.shape, values))
+
+
+def _after_sums(trainer: Trainer, see: Callable[[], None]) -> None:
+    """Have a trainer call `see` when all sums of its gradients are complete."""
+    finish = trainer.state.gradients.finish
+
+    def finished() -> None:
+        finish()
+        see()
+
+    trainer.state.gradients.finish = finished  # type: ignore[method-assign]
+
+
+def whole(state: TrainState, name: str, tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the whole of what replicas own parts of (ZeRO); collective over them.
+
+    Args:
+        name: of the piece.
+        tensor: this replica's elements of it; None if it owns none; whole where replicas own no parts.
+        dtype: of the elements; default that in which gradients are added.
+    """
+    if state.sliced is None:
+        assert tensor is not None, f"nothing is held of {name}"
+        return tensor
+    held = state.model.held[name]
+    dtype = dtype or accumulation_dtype(held.dtype)
+    found = torch.zeros(held.numel(), dtype=dtype)
+    if tensor is not None:
+        found[state.sliced.parts[name].in_tensor] = tensor.detach()
+    # Bits, to which other replicas add zeros: -0.0 + 0.0 would be 0.0.
+    bits = found.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+    return state.rank.comms.dp.all_reduce_(bits).view(dtype).view(held.shape)
+
+
+def digest(tensor: Tensor) -> str:
+    """Return the SHA-256 of a tensor's bytes, in hex."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+
+
+def _shard(piece: Piece) -> int:
+    """Return the first shard of exact mode that holds the piece; -1 for a piece that all hold."""
+    return -1 if piece.spec.shard_dim is None else piece.holder

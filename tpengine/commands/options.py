@@ -1,0 +1,294 @@
+"""What the slow commands understand: data, import and export, generate, certify.
+
+Each command's own file is imported when it runs, once its options are known to be right: torch and numpy take longer to
+import than `--help` to print.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tpengine.commands.parsing import add_trust_arguments, count, dtype, stoppable
+from tpengine.config.settings import DEFAULT_SHARE_HELD_OUT
+from tpengine.plan import SCHEDULES
+
+DATA_DESCRIPTION = (
+    "Write token files from text files, each one document, .jsonl files (.gz, .zst too), each line one document, and "
+    ".parquet files, each row one document; or check token files, or fit their documents into samples. A command that "
+    "was killed goes on where it stopped when it is given again."
+)
+IMPORT_DESCRIPTION = (
+    "Write a run's directory: config.toml, a checkpoint of step 0 that any layout begins from, and "
+    "what goes with the weights. All other flags, after DIR, are settings of the run, as --train.steps 200."
+)
+GENERATE_DESCRIPTION = (
+    "Continue prompts by a model's tokens, printed as they come; the speed is said on standard error. Processes are "
+    "started here, on this host. A prompt is text where the model has a tokenizer or is one of bytes, else numbers. "
+    "Several prompts are continued together, and printed when all are done."
+)
+CERTIFY_DESCRIPTION = (
+    "Train a small model with dropout, clipping and ignored labels in two layouts, on the CPU, in "
+    "processes started here (about 0.4 GB each; a minute for 5 steps on 2 cores), and compare every bit. "
+    "Exit code 0: identical; 1: not, and the first difference is named; 2: the layouts cannot be."
+)
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `tpengine data` understands."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--from",
+        dest="sources",
+        type=Path,
+        nargs="+",
+        metavar="PATH",
+        help="directories and files; or - for JSON lines from the standard input",
+    )
+    what.add_argument(
+        "--check",
+        metavar="PATH",
+        help="check token files, named as --data.path names them: hashes, ids, documents and their marks",
+    )
+    what.add_argument(
+        "--fit",
+        nargs=2,
+        metavar=("S", "PATH"),
+        help="put the documents of token files, named as --data.path names them, into samples of S tokens, whole where "
+        "they fit, for --data.packing fit; the index is written beside the first file",
+    )
+    parser.add_argument(
+        "--held-out-fraction",
+        type=float,
+        metavar="X",
+        help=f"with --fit: data.held_out_fraction of the run (default {DEFAULT_SHARE_HELD_OUT}); 0 of one "
+        "with data.held_out",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="token file to write, a new one; or a directory")
+    parser.add_argument(
+        "--pattern", default="**/*", metavar="GLOB", help="which files of a directory (default '**/*', all)"
+    )
+    parser.add_argument(
+        "--field", default="text", metavar="NAME", help="of a line of JSONL or a row, has the text (default text)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="DIR",
+        help="directory with a tokenizer.json, of a model or a run; or bytes (the default), as tokens",
+    )
+    for name in ("begin", "end"):
+        parser.add_argument(
+            f"--{name}",
+            nargs="?",
+            const="",
+            metavar="TOKEN",
+            help=f"{name} each document with this token or id; without one, with the tokenizer's own",
+        )
+    parser.add_argument(
+        "--shard-tokens",
+        type=count,
+        metavar="N",
+        help="write a directory of token files, each of so many tokens and the rest of a document",
+    )
+    parser.add_argument(
+        "--workers",
+        type=count,
+        metavar="N",
+        help="processes that encode (default: as many as cores; 1: this one); the bytes are the same for any number",
+    )
+
+
+def run_data(args: argparse.Namespace) -> None:
+    """Turn text files into token files, or check token files."""
+    _check_together(args)
+    if args.check is not None:
+        from tpengine.commands.data_check import check_data
+
+        with stoppable():
+            check_data(args.check, args.tokenizer)
+        return
+    if args.fit is not None:
+        from tpengine.commands.data_check import fit_data
+
+        with stoppable():
+            fit_data(args.fit[1], args.fit[0], args.held_out_fraction)
+        return
+    from tpengine.commands.data_write import Options, write_data
+
+    if args.out is None:
+        raise ValueError("--from needs --out: the token file to write, such as --out text.tokens")
+    with stoppable():
+        asked = Options(
+            args.sources,
+            args.pattern,
+            args.field,
+            args.tokenizer,
+            begin=args.begin,
+            end=args.end,
+            out=args.out,
+            shard_tokens=args.shard_tokens,
+            workers=args.workers,
+        )
+        write_data(asked)
+
+
+def _check_together(args: argparse.Namespace) -> None:
+    """Raise ValueError if an option is given that the command would not use."""
+    if args.held_out_fraction is not None and args.fit is None:
+        raise ValueError("--held-out-fraction goes with --fit: use tpengine data --fit S PATH, or leave it out")
+    if args.sources is not None:
+        return
+    for name in ("out", "begin", "end", "shard_tokens", "workers"):
+        if getattr(args, name) is not None:
+            used = "--fit" if args.check is None else "--check"
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} goes with --from, not with {used}: leave it out")
+
+
+def add_import_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `tpengine import` understands; the run's settings are left to `run_import`, as args.settings."""
+    parser.add_argument("source", metavar="DIR", help="a directory that transformers loads, or RUN or RUN@STEP")
+    parser.add_argument("--out", type=Path, required=True, metavar="RUN", help="directory to write, new or empty")
+    add_trust_arguments(parser, has_architecture=False)
+    parser.set_defaults(settings=())
+
+
+def run_import(args: argparse.Namespace) -> None:
+    """Write a run's directory that begins with the weights of a directory, or of another run."""
+    from tpengine.architectures.model_path import dropout_not_taken
+    from tpengine.commands.arguments import parse_imported
+
+    config = parse_imported(args.source, str(args.out), args.settings)
+    from tpengine.commands.weights import import_weights
+
+    with stoppable():
+        names = import_weights(config, args.out)
+    if left_out := dropout_not_taken(config.model):
+        print(left_out)
+    trust = " --trust" * (config.model.architecture.endswith(".py") or bool(config.train.after_checkpoint))
+    print(f"{args.out}: {len(names)} tensors, step 0; train with --config {args.out / 'config.toml'}{trust}")
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `tpengine export` understands."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="directory of the run")
+    parser.add_argument("--step", type=int, metavar="N", help="which checkpoint (default the newest)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write, new or empty")
+    parser.add_argument(
+        "--dtype", type=dtype, help="float32, bfloat16, float16 or float64 (default the source's, or the run's)"
+    )
+    add_trust_arguments(parser)
+
+
+def run_export(args: argparse.Namespace) -> None:
+    """Write a checkpoint as a directory that transformers loads."""
+    from tpengine.commands.weights import export
+
+    with stoppable():
+        names = export(args.run_dir, args.step, args.out, args.dtype, args.architecture)
+    print(f"{args.out}: {len(names)} tensors; load it with AutoModelForCausalLM.from_pretrained({str(args.out)!r})")
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `tpengine generate` understands."""
+    parser.add_argument("model", metavar="RUN", help="RUN or RUN@STEP, or a directory that transformers loads")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    parser.add_argument(
+        "--prompt-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a prompt from a file, or - for standard input",
+    )
+    parser.add_argument("--max-tokens", type=count, default=200, help="of each continuation (default 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    parser.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest (default 0, all)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="then among those of this probability (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
+    parser.add_argument("--tp", type=count, default=1, help="ranks that share every matrix (default 1)")
+    parser.add_argument("--pp", type=count, default=1, help="pipeline stages (default 1)")
+    parser.add_argument("--dtype", type=dtype, help="float32, bfloat16, float16 or float64 (default the weights')")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto)")
+    add_trust_arguments(parser)
+    parser.add_argument("--tokenizer", default="", metavar="DIR", help="a tokenizer's directory, or bytes")
+
+
+def run_generate(args: argparse.Namespace) -> None:
+    """Continue prompts by a model's tokens."""
+    from tpengine.commands.generate import Options, generate
+
+    options = Options(
+        model=args.model,
+        prompts=tuple(args.prompt),
+        files=tuple(args.prompt_file),
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        tp=args.tp,
+        pp=args.pp,
+        dtype=args.dtype or "",
+        device=args.device,
+        tokenizer=args.tokenizer,
+        architecture=args.architecture,
+    )
+    with stoppable():
+        generate(options)
+
+
+def add_certify_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `tpengine certify` understands."""
+    for axis in ("tp", "pp", "dp"):
+        parser.add_argument(f"--{axis}", type=count, default=1, help=f"size of the axis {axis} (default 1)")
+    parser.add_argument(
+        "--zero", type=int, choices=range(4), default=0, help="what replicas shard, as in training (default 0)"
+    )
+    parser.add_argument(
+        "--against", metavar="LAYOUT", help="the other one, as tp=4,pp=1,dp=1 or tp=4 (default one process)"
+    )
+    parser.add_argument("--preset", default="certify", help="tiny, bench, llama_1b or certify (the default)")
+    parser.add_argument(
+        "--model.path", dest="model_path", metavar="DIR", help="the preset with the sizes of a model's directory"
+    )
+    add_trust_arguments(parser)
+    parser.add_argument("--data.path", dest="data_path", metavar="FILE", help="as in training (default stdlib)")
+    parser.add_argument("--data.mixture", dest="mixture", default="", metavar="FILE", help="as in training")
+    parser.add_argument(
+        "--data.packing", dest="packing", choices=("cut", "documents", "fit"), default="cut", help="as in training"
+    )
+    parser.add_argument("--phases", default="", metavar="FILE.toml", help="each phase by itself, with --steps of each")
+    parser.add_argument("--dtype", type=dtype, default="float32", help="float32, bfloat16 or float64 (default float32)")
+    parser.add_argument("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)} (default 1f1b)")
+    parser.add_argument("--tp-comm", default="fused", help="fused or plain, as in training (default fused)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, data order and dropout (default 0)")
+    parser.add_argument("--steps", type=count, default=5, help="optimizer steps (default 5)")
+    parser.add_argument(
+        "--fast", action="store_true", help="measure fast mode's distance to exact mode instead, against a bound"
+    )
+
+
+def run_certify(args: argparse.Namespace) -> int:
+    """Compare training in two layouts bit by bit, or fast mode with exact."""
+    from tpengine.commands.certify import Layout, Options, certify, parse_layout
+
+    options = Options(
+        layout=Layout(args.tp, args.pp, args.dp, args.zero),
+        against=None if args.against is None else parse_layout(args.against),
+        preset=args.preset,
+        model_path=args.model_path,
+        architecture=args.architecture,
+        dtype=args.dtype,
+        schedule=args.schedule,
+        tp_comm=args.tp_comm,
+        seed=args.seed,
+        steps=args.steps,
+        fast=args.fast,
+        data_path=args.data_path,
+        mixture=args.mixture,
+        packing=args.packing,
+        phases=args.phases,
+    )
+    with stoppable():
+        return certify(options)
