@@ -26,6 +26,7 @@ from support.budget import cpu_seconds
 from support.kernels.compiled import CACHE_VARIABLE
 from support.kernels.rungs import Rung
 from support.ranks.forked import fork_local_ranks
+from support.ranks.preloaded import ROOTS_VARIABLE, Roots, pids_of_servers
 from support.ranks.rank_pool import RankPool
 from support.slices import Slice
 
@@ -105,6 +106,7 @@ MutationCounts = dict[str, tuple[int, int]]
 MUTATIONS = pytest.StashKey[MutationCounts]()
 # CPU seconds by test, and of everything, imports and pools with it.
 COSTS = pytest.StashKey[dict[str, float]]()
+ROOTS = pytest.StashKey[Roots]()
 ALL = "everything"
 NUM_DEAREST = 10
 # Files that take minutes; the others follow in their own order.
@@ -176,11 +178,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    before = cpu_seconds()
+    before = _seconds_so_far()
     try:
         return (yield)
     finally:
-        item.config.stash.setdefault(COSTS, {})[item.nodeid] = cpu_seconds() - before
+        item.config.stash.setdefault(COSTS, {})[item.nodeid] = _seconds_so_far() - before
+
+
+def _seconds_so_far() -> float:
+    return cpu_seconds(os.getpid(), *pids_of_servers())
 
 
 @pytest.fixture
@@ -209,8 +215,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         config.workeroutput["mutations"] = config.stash.get(MUTATIONS, {})
         config.workeroutput["costs"] = config.stash.get(COSTS, {}) | {ALL: cpu_seconds()}
         return
-    if ALL not in config.stash.setdefault(COSTS, {}):
-        _add_costs(config, {ALL: cpu_seconds()})
+    roots = config.stash.get(ROOTS, None)
+    _add_costs(config, {ALL: cpu_seconds(*(roots.pids if roots else ()))})
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -218,6 +224,13 @@ def pytest_testnodedown(node: Any) -> None:
     output = getattr(node, "workeroutput", {})
     _add_mutations(node.config, output.get("mutations", {}))
     _add_costs(node.config, output.get("costs", {}))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Workers share what their ranks are forked from: see preloaded.py."""
+    config.stash[ROOTS] = Roots()
+    os.environ[ROOTS_VARIABLE] = os.pathsep.join(config.stash[ROOTS].paths)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

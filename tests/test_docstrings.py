@@ -61,6 +61,8 @@ def signature_of(node: ast.AST, classes: dict[str, ast.ClassDef]) -> set[str] | 
 
 
 def faults_in(source: str) -> Iterator[str]:
+    if "Args:" not in source:
+        return
     tree = ast.parse(source)
     classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     for node in ast.walk(tree):

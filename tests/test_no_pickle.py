@@ -27,6 +27,9 @@ OBJECT_COLLECTIVES = {
 }
 OF_TORCH = {"torch.load", "torch.save", "torch.package", "numpy.load", "np.load"}
 
+# How an attribute ends that is one of these, or in one of them as a module of torch's.
+LAST = OBJECT_COLLECTIVES | {name.rpartition(".")[2] for name in MODULES | OF_TORCH}
+
 
 def pickles(source: str) -> Iterator[str]:
     """What in a module's source pickles, with its lines."""
@@ -36,7 +39,7 @@ def pickles(source: str) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and node.attr in LAST:
             names = [ast.unparse(node)]
         for name in names:
             last = name.rpartition(".")[2]

@@ -46,7 +46,7 @@ class Running:
             file.touch()
         self._output, self._errors = files
         to = str(output or self._output), str(self._errors)
-        program = Program(module, arguments, str(cwd or os.getcwd()), environment, *to)
+        program = Program(str(cwd or os.getcwd()), environment, module, arguments, *to)
         rank = int(variables.get("RANK") or variables.get("SLURM_PROCID") or 0)
         _, self._connection = preloaded(environment_of_ranks(), rank).fork(program)
         self.args = [module, *arguments]

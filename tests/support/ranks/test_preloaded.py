@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
-import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.programs import run_ranks
-from support.ranks.preloaded import Preloaded, Program
+from support.ranks.preloaded import Preloaded, Program, path_of_root
 from support.ranks.progress import Progress
 from support.ranks.rank_pool import RankPool
 
@@ -33,28 +33,28 @@ def test_programs_of_neighbouring_ranks_do_as_well() -> None:
 
 @pytest.fixture
 def process() -> Preloaded:
-    """One that has imported nothing."""
-    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    return Preloaded({**os.environ, **paths}, modules=())
+    """One whose template has imported nothing more."""
+    return Preloaded(path_of_root(0), (), modules=())
 
 
 def start(process: Preloaded, directory: Path, module: str, *arguments: str) -> tuple[int, Connection]:
     """Start a program; return its process id, and the connection to its guardian."""
     files = [str(directory / name) for name in ("output", "errors")]
-    _, connection = process.fork(Program(module, arguments, str(directory), os.environ.copy(), *files))
+    _, connection = process.fork(Program(str(directory), os.environ.copy(), module, arguments, *files))
     return connection.recv(), connection
 
 
 def test_a_process_that_has_died_is_replaced(process: Preloaded, tmp_path: Path) -> None:
-    process._process.send_signal(signal.SIGKILL)
-    process._process.wait()
+    before, ended = process.pid, os.pidfd_open(process.pid)
+    os.kill(before, signal.SIGKILL)
+    select.select([ended], [], [])
     _, connection = start(process, tmp_path, "this")
     assert connection.recv() == 0 and "Zen" in (tmp_path / "output").read_text()
+    assert process.pid != before
 
 
 def test_what_is_not_installed_stops_nobody_who_does_not_need_it(tmp_path: Path) -> None:
-    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = Preloaded({**os.environ, **paths}, modules=("a_module_that_nobody_has",))
+    process = Preloaded(path_of_root(0), (), modules=("a_module_that_nobody_has",))
     _, connection = start(process, tmp_path, "this")
     assert connection.recv() == 0 and "Zen" in (tmp_path / "output").read_text()
 
