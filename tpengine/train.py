@@ -24,7 +24,7 @@ from tpengine.terminal import terminal_safe
 if TYPE_CHECKING:
     import torch
 
-    from tpengine.checkpoint.run.resume import Checkpoint
+    from tpengine.checkpoint.resume import Checkpoint
     from tpengine.config import Config
     from tpengine.data import Corpus
     from tpengine.distributed.launch import Launch
@@ -144,9 +144,9 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
     Raises:
         ValueError: in one line.
     """
-    from tpengine.checkpoint.run.resume import find_checkpoint
-    from tpengine.checkpoint.run.run_directory import open_run_dir
-    from tpengine.checkpoint.run.upload import check_program
+    from tpengine.checkpoint.resume import find_checkpoint
+    from tpengine.checkpoint.run_directory import open_run_dir
+    from tpengine.checkpoint.upload import check_program
     from tpengine.commands.arguments import parse_config
     from tpengine.config import phases_of
     from tpengine.data import open_corpora

@@ -29,8 +29,8 @@ from tpengine.commands.generate import find_model
 from tpengine.config.settings import round_up
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.generation.decoder import MOST_ROWS, Decoder, rows_to_prepare
-from tpengine.generation.drawing import Drawing
 from tpengine.generation.rank import build, fill
+from tpengine.generation.text import Drawing
 from tpengine.layout.step_plan import layout_of
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from support.programs import run_module, run_ranks
 
-from tpengine.checkpoint.run.rollbacks import read_rollbacks
-from tpengine.checkpoint.run.run_directory import is_running
+from tpengine.checkpoint.rollbacks import read_rollbacks
+from tpengine.checkpoint.run_directory import is_running
 from tpengine.cli import main
 from tpengine.config import Config, DataConfig, TrainConfig
 from tpengine.data import open_corpus

@@ -23,7 +23,7 @@ from rich.table import Table
 from support import ROOT
 
 from tpengine.checkpoint.index import Index, write_index
-from tpengine.checkpoint.run.resume import checkpoints_of, state_of
+from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.cli import main
 from tpengine.config import Config
 from tpengine.config.toml import dump_toml

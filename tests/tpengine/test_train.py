@@ -21,7 +21,7 @@ from support.ranks.progress import run_program
 
 from tpengine import train
 from tpengine.checkpoint.index import read_index
-from tpengine.checkpoint.run.resume import checkpoints_of
+from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.config import Config
 from tpengine.config.toml import load_toml
 from tpengine.data import write_tokens

@@ -24,9 +24,9 @@ from tpengine import trust
 from tpengine.architectures.model_path import model_at
 from tpengine.architectures.registry import architecture_of
 from tpengine.checkpoint.index import Index, write_index
-from tpengine.checkpoint.run.resume import checkpoints_of, saved_config, state_of
-from tpengine.checkpoint.run.run_directory import write_config
-from tpengine.checkpoint.run.upload import Uploads
+from tpengine.checkpoint.resume import checkpoints_of, saved_config, state_of
+from tpengine.checkpoint.run_directory import write_config
+from tpengine.checkpoint.upload import Uploads
 from tpengine.cli import main
 from tpengine.commands.arguments import parse_config
 from tpengine.config import Config, ModelConfig, validate_run

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tpengine.checkpoint.block import Block, Blocks, parts_of
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, check_file
-from tpengine.checkpoint.storage import fill
+from tpengine.checkpoint.storage import Block, Blocks, fill, parts_of
 from tpengine.distributed.agreement import all_gather_json
 from tpengine.last_words import one_line
 from tpengine.torch_dtypes import FILE_NAME_OF

@@ -25,10 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpengine.checkpoint.block import Block, Blocks, parts_of
-from tpengine.checkpoint.directory import CheckpointDirectory
-from tpengine.checkpoint.run.retention import Retention
-from tpengine.checkpoint.storage import Writer
+from tpengine.checkpoint.directory import CheckpointDirectory, Retention
+from tpengine.checkpoint.storage import Block, Blocks, Writer, parts_of
 from tpengine.distributed.agreement import broadcast_json, gather_bytes
 from tpengine.last_words import one_line
 

@@ -1,4 +1,9 @@
-"""Blocks as files: one safetensors file per rank and a JSON index; nothing is pickled, on disk or between ranks.
+"""A rank's block of a global tensor: what it saves, and what it loads into.
+
+DTensor is not used: it cuts a dim as torch.chunk does. A vocabulary whose padding is not stored, and a KV head that
+several ranks hold, are cut in other ways.
+
+Blocks as files: one safetensors file per rank and a JSON index; nothing is pickled, on disk or between ranks.
 
 A rank writes its blocks into one file, which is hashed meanwhile, so that no byte of it is read again, and describes
 it as JSON. The first rank merges the descriptions into the index, writes the index last, and renames the checkpoint to
@@ -13,15 +18,14 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tpengine.checkpoint.block import Block, Blocks, parts_of
-from tpengine.checkpoint.directory import CheckpointDirectory
+from tpengine.checkpoint.directory import CheckpointDirectory, Retention
 from tpengine.checkpoint.index import (
     DamagedCheckpoint,
     FileEntry,
@@ -32,9 +36,42 @@ from tpengine.checkpoint.index import (
     unreadable,
     write_index,
 )
-from tpengine.checkpoint.run.retention import Retention
 from tpengine.tensor_file import header_of, write_tensors
 from tpengine.torch_dtypes import FILE_NAME_OF, memory_of
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a global tensor.
+
+    Attributes:
+        tensor: the block's elements; loading writes into it, saving reads it.
+        offset: of the block in the global tensor.
+        global_shape: of the global tensor.
+        stored: whether saving stores this block. Of the ranks that hold the same block, one stores it.
+    """
+
+    tensor: Tensor
+    offset: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    stored: bool = True
+
+    @classmethod
+    def whole(cls, tensor: Tensor, *, stored: bool = True) -> Block:
+        """Return the block of a tensor that every rank holds whole."""
+        return cls(tensor, (0,) * tensor.dim(), tuple(tensor.shape), stored)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Several blocks of one global tensor, on one rank."""
+
+    parts: tuple[Block, ...]
+
+
+def parts_of(entry: Block | Blocks) -> tuple[Block, ...]:
+    """Return the blocks of an entry, one or several."""
+    return entry.parts if isinstance(entry, Blocks) else (entry,)
 
 
 class Writer:

@@ -1,7 +1,8 @@
 """`tpengine advise`: the fastest layouts of a model on a machine, why others lose, how to run the first. No torch.
 
 Nothing is measured and no process group is made: layouts are worked out as plans and simulated (tpengine/planner).
-Where no layout divides or none fits, what would help is said. A search that takes longer than a moment shows on a terminal's standard error how far it has come.
+Where no layout divides or none fits, what would help is said. A search that takes longer than a moment shows on a
+terminal's standard error how far it has come.
 """
 
 from __future__ import annotations

@@ -1,44 +1,32 @@
 """The command line of a training run: preset, then TOML file, then flags; every mistake is reported in one line.
 
-tyro builds the flags from the dataclasses of config/settings.py. Its own error messages are boxes of several lines. So
-when it has refused something, this file finds the wrong argument itself and reports it in our form: the rule, the
-values, the nearest legal choice. No torch: this runs before torch is imported and before any process group exists.
+No torch: this runs before torch is imported and before any process group exists. How flags are read is in flags.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
-
-import tyro
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
 
 from tpengine import trust
 from tpengine.architectures.model_path import model_at
 from tpengine.architectures.registry import check_architecture
-from tpengine.checkpoint.run.resume import continued_config, has_begun, saved_config, without_layout
+from tpengine.checkpoint.resume import continued_config, has_begun, saved_config, without_layout
+from tpengine.commands.flags import flags_help, parse_flags, with_flags
 from tpengine.commands.parsing import config_given, permit_settings
 from tpengine.config import Config, decay_steps_of, resolve_layout, validate_run
 from tpengine.config.lengths import last_said, with_batch, with_epochs
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.ranges import check_ranges
-from tpengine.config.settings import ModelDetails
 from tpengine.data import TextCorpus, open_corpus
 from tpengine.distributed.launch import Launch
-from tpengine.dtypes import Dtype, dtype_named
 from tpengine.last_words import USER_ERROR, one_line, say, tell_torchrun
-from tpengine.spelling import choose, meant
-
-# The numbers of an architecture come from its config.json: they have no flags.
-tyro.conf.configure(tyro.conf.Suppress)(ModelDetails)
-
-PROGRAM = "tpengine train"
 
 _DESCRIPTION = f"""Train a transformer on --nproc processes of this host, or on as many as torchrun or srun starts.
 
@@ -50,9 +38,6 @@ _DESCRIPTION = f"""Train a transformer on --nproc processes of this host, or on 
 --resume --run-dir DIR   continue that run, with its own configuration, on any number of processes
 
 The flags below are applied last and override both."""
-
-# Digits of a number that a message reckons with; characters of a wrong value that it shows.
-_MOST_DIGITS, _MOST_SHOWN = 18, 60
 
 
 class ConfigError(ValueError):
@@ -81,18 +66,19 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
     try:
         preset, path, flags = _take_base(argv)
         base = _base_config(preset, path)
-        config = _override(base, flags)
-        _permit_flags(flags, config)
+        given = _given(flags, base)
+        config = _override(base, given)
+        _permit_flags(given, config)
         if config.resume and not config.run_dir:
             raise ValueError("--resume needs the directory of a run: got no --run-dir: use --run-dir DIR")
         is_alone = preset is None and path is None
         has_saved = config.resume and (is_alone or has_begun(config.run_dir))
         if config.model.path and not has_saved:
-            config = replace(config, model=model_at(config.model, _given_of_model(flags)))
+            config = replace(config, model=model_at(config.model, _given_of_model(given)))
         if has_saved:
-            saved = saved_config(config.run_dir, _own_architecture(flags, config))
+            saved = saved_config(config.run_dir, _own_architecture(given, config))
             base = saved if is_alone else base
-            config = continued_config(saved, _override(without_layout(base), flags), world_size, base.parallel)
+            config = continued_config(saved, _override(without_layout(base), given), world_size, base.parallel)
         check_ranges(config)
         check_architecture(config.model)
         config = _with_epochs(config, world_size)
@@ -126,15 +112,17 @@ def parse_imported(source: str, out: str, argv: Sequence[str]) -> Config:
     """
     try:
         preset, path, flags = _take_base(argv)
-        for flag in flags:
-            name = flag.partition("=")[0].replace("_", "-")
-            if name in ("--model.path", "--run-dir", "--resume"):
+        base = _base_config(preset, path)
+        given = _given(flags, base)
+        for name, value in given.items():
+            if name in ("model.path", "run_dir") or (name == "resume" and value):
+                option = "--" + name.replace("_", "-")
                 raise ValueError(
-                    f"an import says where a run begins by tpengine import DIR --out RUN: got {name}: leave it out"
+                    f"an import says where a run begins by tpengine import DIR --out RUN: got {option}: leave it out"
                 )
-        config = _override(_base_config(preset, path), flags)
-        _permit_flags(flags, config)
-        model = model_at(replace(config.model, path=source), _given_of_model(flags))
+        config = _override(base, given)
+        _permit_flags(given, config)
+        model = model_at(replace(config.model, path=source), _given_of_model(given))
         config = replace(config, model=model, run_dir=out, resume=False)
         check_ranges(config)
         check_architecture(model)
@@ -173,27 +161,43 @@ def _base_config(preset: str | None, path: str | None) -> Config:
     return base if path is None else config_given(path, base)
 
 
-def _permit_flags(flags: Sequence[str], config: Config) -> None:
+def _given(flags: Sequence[str], base: Config) -> dict[str, Any]:
+    """Return what flags give over a configuration, by the settings' names.
+
+    Raises:
+        HelpRequested: they ask for help.
+        ValueError: the first that is wrong.
+    """
+    if "-h" in flags or "--help" in flags:
+        raise HelpRequested(flags_help(base, "tpengine train", _DESCRIPTION))
+    return parse_flags(flags, base)
+
+
+def _override(config: Config, given: Mapping[str, Any]) -> Config:
+    """Apply what flags give; of two that say the same, the last one decides."""
+    said = [name.removeprefix("train.") for name in given if name.startswith("train.")]
+    return last_said(with_flags(config, given), said, "the command line")
+
+
+def _permit_flags(given: Collection[str], config: Config) -> None:
     """Permit what the flags themselves name (trust.py)."""
-    commands = [flag for flag in flags if flag.partition("=")[0].replace("_", "-") == "--train.after-checkpoint"]
-    permit_settings(config, architecture=bool(_own_architecture(flags, config)), after_checkpoint=bool(commands))
+    permit_settings(
+        config,
+        architecture=bool(_own_architecture(given, config)),
+        after_checkpoint="train.after_checkpoint" in given,
+    )
 
 
-def _own_architecture(flags: Sequence[str], config: Config) -> str:
+def _own_architecture(given: Collection[str], config: Config) -> str:
     """Return the Python file of --model.architecture; empty if the flags name none."""
     name = config.model.architecture
-    return name if name.endswith(".py") and "architecture" in _given_of_model(flags) else ""
+    return name if name.endswith(".py") and "model.architecture" in given else ""
 
 
-def _given_of_model(flags: Sequence[str]) -> list[str]:
+def _given_of_model(given: Collection[str]) -> list[str]:
     """Return the settings of the model's numbers that are among the flags."""
-    return [name for name in _given_of("model", flags) if name != "path" and "dropout" not in name]
-
-
-def _given_of(section: str, flags: Sequence[str]) -> list[str]:
-    """Return the settings of a section that are among the flags."""
-    names = [flag.partition("=")[0].replace("-", "_") for flag in flags if flag.startswith(f"--{section}.")]
-    return [name.removeprefix(f"__{section}.").removeprefix("no_") for name in names]
+    names = [name.removeprefix("model.") for name in given if name.startswith("model.")]
+    return [name for name in names if name != "path" and "dropout" not in name]
 
 
 @contextlib.contextmanager
@@ -269,149 +273,3 @@ def _take_base(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
             example = "tiny" if name == "--preset" else "FILE.toml"
             raise ValueError(f"{name} needs a value: got {taken[name] or 'nothing'}: use {name} {example}")
     return taken.get("--preset"), taken.get("--config"), flags
-
-
-def _override(base: Config, flags: Sequence[str]) -> Config:
-    """Apply flags with tyro."""
-    flags = _with_dtypes(flags)
-    out, err = io.StringIO(), io.StringIO()
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            config = tyro.cli(Config, prog=PROGRAM, description=_DESCRIPTION, default=base, args=flags)
-        return last_said(config, _given_of("train", flags), "the command line")
-    except SystemExit as stop:
-        if not stop.code:
-            raise HelpRequested(out.getvalue().rstrip()) from None
-    _explain(flags)
-    raise ValueError(_flatten_box(err.getvalue()))
-
-
-def _with_dtypes(flags: Sequence[str]) -> list[str]:
-    """Return the flags with dtypes by the names that they have here: bf16 is bfloat16."""
-    dtypes = {name for name, setting in _settings().items() if setting.hint == Dtype}
-    found: list[str] = []
-    for flag in flags:
-        name, equals, value = flag.partition("=")
-        if equals and name.replace("_", "-") in dtypes:
-            flag = f"{name}={dtype_named(value)}"
-        elif found and found[-1].replace("_", "-") in dtypes:
-            flag = dtype_named(flag)
-        found.append(flag)
-    return found
-
-
-@dataclass(frozen=True)
-class _Setting:
-    """One flag's type and default."""
-
-    hint: Any
-    default: object
-
-
-def _settings() -> dict[str, _Setting]:
-    """Return every flag by its name: the dataclasses' fields, as `--section.field-name`."""
-    settings: dict[str, _Setting] = {}
-
-    def add(owner: object, prefix: str) -> None:
-        for name, hint in get_type_hints(type(owner)).items():
-            value = getattr(owner, name)
-            if isinstance(value, ModelDetails):
-                continue
-            if is_dataclass(value):
-                add(value, f"{prefix}{name}.")
-            else:
-                settings[f"--{prefix}{name}".replace("_", "-")] = _Setting(hint, value)
-
-    add(Config(), "")
-    return settings
-
-
-def _explain(flags: Sequence[str]) -> None:
-    """Raise ValueError for the first wrong argument, if it can be found."""
-    settings = _settings()
-    arguments, before = iter(flags), ""
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if before and not argument.startswith("--"):
-            # Behind a switch: --train.keep-best true.
-            name, equals, value = before, "=", argument
-        before = ""
-        name = name.replace("_", "-")
-        switch = name.replace(".no-", ".").replace("--no-", "--")
-        if switch in settings and settings[switch].hint is bool:
-            if equals:
-                no = switch.replace(".", ".no-") if "." in switch else switch.replace("--", "--no-")
-                raise ValueError(f"{name} takes no value: got {value!r}: use {switch} or {no}")
-            before = name
-        elif name in settings:
-            text = value if equals else next(arguments, None)
-            if text is None or text.startswith("--"):
-                example = settings[name].default or "VALUE"
-                raise ValueError(f"{name} needs a value: got {text or 'nothing'}: use {name} {example}")
-            _check_text(name, text, settings[name])
-        else:
-            raise ValueError(_unknown(name, settings))
-
-
-def _unknown(name: str, settings: Mapping[str, _Setting]) -> str:
-    """Return the message for a flag that does not exist, with a likely one: `--lr` is `--optim.lr`."""
-    if not name.startswith("-"):
-        return f"settings are given as --section.name value: got {name!r}, which is neither: see --help"
-    section, _, last_part = name.lstrip("-").rpartition(".")
-    by_last_part: dict[str, list[str]] = {}
-    for flag in settings:
-        by_last_part.setdefault(flag.rpartition(".")[2].lstrip("-"), []).append(flag)
-    in_section = {part: [flag] for part, flags in by_last_part.items() for flag in flags if _section(flag) == section}
-    # The section that was given counts first; without one, a last part that two sections have means either.
-    near: list[str] = []
-    for known in (in_section if section else {}, by_last_part):
-        if not near and (part := meant(last_part, known)) is not None:
-            near = known[part]
-    remedy = f"perhaps you meant {' or '.join(near)}" if near else "see --help for all options"
-    if section and not near and in_section:
-        remedy = f"{section} has {', '.join(in_section)}"
-    return f"unknown option {name}: {remedy}"
-
-
-def _section(flag: str) -> str:
-    return flag.lstrip("-").rpartition(".")[0]
-
-
-def _check_text(name: str, text: str, setting: _Setting) -> None:
-    """Raise ValueError if the text is not a value of the flag's type."""
-    if get_origin(setting.hint) is Literal:
-        choices = [str(choice) for choice in get_args(setting.hint)]
-        if text not in choices:
-            is_number = text.isdecimal() and len(text) <= _MOST_DIGITS
-            remedy = choose(int(text) if is_number else text, get_args(setting.hint))
-            raise ValueError(f"{name} must be one of {', '.join(choices)}: got {_shown(text)}: {remedy}")
-        return
-    kinds = get_args(setting.hint) or (setting.hint,)
-    if str in kinds or (text == "None" and type(None) in kinds):
-        return
-    wanted = float if float in kinds else int
-    if not _spells(text, wanted):
-        noun = "a number" if wanted is float else "an integer"
-        finite = _spells(text, float) and math.isfinite(float(text))
-        near_value = round(float(text)) if finite else setting.default
-        raise ValueError(f"{name} must be {noun}: got {_shown(text)}: use {1 if near_value is None else near_value}")
-
-
-def _shown(text: str) -> str:
-    """Return a value as it was given; a long one by its beginning."""
-    return repr(text) if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]!r}..."
-
-
-def _spells(text: str, kind: type[int] | type[float]) -> bool:
-    try:
-        kind(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _flatten_box(box: str) -> str:
-    """Return tyro's box as one line: without title, frame and the reference to --help."""
-    lines = [line.strip(" │|╭╮╰╯─-") for line in box.splitlines()]
-    kept = [line for line in lines if line and not line.startswith("For full helptext")]
-    return " ".join(kept[1:] or kept or ["the arguments must be legal: see --help"])

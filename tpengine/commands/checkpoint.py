@@ -24,7 +24,7 @@ from tpengine.checkpoint.index import (
     read_index,
     read_index_alone,
 )
-from tpengine.checkpoint.run.resume import checkpoints_of
+from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.commands.parsing import stoppable
 
 _RUN = "directory of a run; RUN@STEP for one of its checkpoints"

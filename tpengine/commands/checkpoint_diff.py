@@ -15,9 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tpengine.checkpoint.block import Block
 from tpengine.checkpoint.index import Index, TensorEntry, check_file, read_index
-from tpengine.checkpoint.storage import fill
+from tpengine.checkpoint.storage import Block, fill
 from tpengine.torch_dtypes import TORCH_DTYPES
 
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

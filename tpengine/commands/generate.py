@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from tpengine.architectures.model_path import model_at, run_of
-from tpengine.checkpoint.run.resume import saved_config
+from tpengine.checkpoint.resume import saved_config
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, validate
 from tpengine.distributed.launch import num_cores
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.dtypes import FILE_NAMES
-from tpengine.generation.drawing import Drawing
-from tpengine.generation.text import Stream, Vocabulary, marks_of, vocabulary_of
+from tpengine.generation.text import Drawing, Stream, Vocabulary, marks_of, vocabulary_of
 from tpengine.hugging_face.directory import open_directory
 from tpengine.terminal import write_text
 

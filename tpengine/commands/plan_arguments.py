@@ -16,7 +16,7 @@ from typing import Any
 
 from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.model_path import model_at, run_of
-from tpengine.checkpoint.run.resume import saved_config
+from tpengine.checkpoint.resume import saved_config
 from tpengine.commands.diagnose import recorded_by
 from tpengine.commands.parsing import add_trust_arguments, config_given, count, dtype, lies_in_a_run, tokens
 from tpengine.config import Config, ParallelConfig

@@ -22,7 +22,7 @@ from typing import Any
 from rich.live import Live
 from rich.table import Table
 
-from tpengine.checkpoint.run.run_directory import is_running
+from tpengine.checkpoint.run_directory import is_running
 from tpengine.config.lengths import first_of_rows
 from tpengine.files import write_beside
 from tpengine.observe.safe_console import SafeConsole

@@ -34,7 +34,6 @@ from torch import Tensor
 from tpengine.architectures.describe import Attention
 from tpengine.architectures.describe.rope import written_rope
 from tpengine.architectures.registry import architecture_of
-from tpengine.checkpoint.block import Block
 from tpengine.checkpoint.index import (
     CheckpointError,
     FileEntry,
@@ -45,18 +44,16 @@ from tpengine.checkpoint.index import (
     hash_file,
     write_index,
 )
-from tpengine.checkpoint.run.resume import checkpoints_of, saved_config, state_of
-from tpengine.checkpoint.run.run_directory import write_config
-from tpengine.checkpoint.storage import fill
+from tpengine.checkpoint.resume import checkpoints_of, saved_config, state_of
+from tpengine.checkpoint.run_directory import write_config
+from tpengine.checkpoint.storage import Block, fill
 from tpengine.config import Config, ModelConfig
 from tpengine.dtypes import FILE_BITS, FILE_NAMES
 from tpengine.files import new_directory, sync_directory
-from tpengine.hugging_face.check import check_tied
-from tpengine.hugging_face.companions import copy_companions
-from tpengine.hugging_face.directory import CONFIG, ModelDirectory
-from tpengine.hugging_face.kept import hand_on, keep_source, kept_dtypes
+from tpengine.hugging_face.directory import CONFIG, ModelDirectory, check_tied
 from tpengine.hugging_face.names import name_of, stored_of, tied_names
 from tpengine.hugging_face.read import BoxReader
+from tpengine.hugging_face.tokenizer_files import copy_companions, hand_on, keep_source, kept_dtypes
 from tpengine.hugging_face.write import (
     ReadParameter,
     TensorToWrite,

@@ -19,7 +19,7 @@ from tpengine.distributed.launch import Launch
 from tpengine.distributed.mesh import Communicators, Shape, build_mesh
 from tpengine.distributed.process import choose_device, link_device
 from tpengine.generation.decoder import Decoder, Ranks, most_rows, rows_to_prepare
-from tpengine.generation.drawing import Drawing
+from tpengine.generation.text import Drawing
 from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.layers.collectives import WholeRows
 from tpengine.layers.rows import cache_bytes

@@ -22,8 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from tpengine.hugging_face.directory import ModelDirectory
-from tpengine.hugging_face.source import Source
+from tpengine.hugging_face.directory import ModelDirectory, Source
 from tpengine.layout.stored import FileBox, Stored
 from tpengine.tensor_file import FileTensor
 from tpengine.torch_dtypes import TORCH_DTYPES, memory_of

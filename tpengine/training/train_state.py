@@ -11,7 +11,7 @@ from torch import Tensor
 from tpkernels.exchange.mailbox import Mailbox
 from tpkernels.launch import accumulation_dtype
 
-from tpengine.checkpoint.run.rollbacks import Rollback
+from tpengine.checkpoint.rollbacks import Rollback
 from tpengine.config import spike_rule_of
 from tpengine.data_parallel import GradientBuckets
 from tpengine.distributed.mesh import Communicators, Mesh

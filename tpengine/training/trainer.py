@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tpengine.checkpoint.run.rollbacks import left_out
+from tpengine.checkpoint.rollbacks import left_out
 from tpengine.config import Config
 from tpengine.data import Corpus, Position
 from tpengine.distributed.mesh import Communicators, Shape, build_mesh, exchange_seconds

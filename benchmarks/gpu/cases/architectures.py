@@ -26,8 +26,7 @@ from benchmarks.gpu.tables.bars import LARGEST_ERROR_RATIO
 from benchmarks.harness.timing import PASSED
 from tpengine.architectures.model_path import model_at
 from tpengine.config import ModelConfig
-from tpengine.hugging_face.check import check_tensors
-from tpengine.hugging_face.directory import open_directory
+from tpengine.hugging_face.directory import check_tensors, open_directory
 from tpengine.hugging_face.names import ignorable, stored_of, wanted
 from tpengine.hugging_face.read import BoxReader
 from tpengine.model.parts import FastParts

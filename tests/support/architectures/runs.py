@@ -18,7 +18,7 @@ from tpengine.config import Config, ModelConfig, validate
 from tpengine.config.toml import dump_toml
 from tpengine.data import open_corpus
 from tpengine.hugging_face.directory import ModelDirectory
-from tpengine.hugging_face.kept import keep_source
+from tpengine.hugging_face.tokenizer_files import keep_source
 from tpengine.training.state.beginning import begin_from, check_beginning
 from tpengine.training.state.checkpoints import RunCheckpoints
 from tpengine.training.trainer import Trainer

@@ -28,7 +28,7 @@ import torch
 
 import tpengine.checkpoint.storage as storage
 from tpengine.checkpoint.index import FileEntry
-from tpengine.checkpoint.run.resume import checkpoints_of
+from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.plan import Action, Kind
 from tpengine.train import main
 from tpengine.training.run import loop as run

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from tpengine.checkpoint.run.resume import find_checkpoint
+from tpengine.checkpoint.resume import find_checkpoint
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.training.state.training_state import restore

@@ -51,8 +51,8 @@ MODULES = (
     "tpkernels",
     "tpengine.training.run.loop",
     "tpengine.commands.arguments",
-    "tpengine.checkpoint.run.run_directory",
-    "tpengine.checkpoint.run.resume",
+    "tpengine.checkpoint.run_directory",
+    "tpengine.checkpoint.resume",
 )
 
 

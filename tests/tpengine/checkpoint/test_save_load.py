@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 import tpengine.checkpoint.storage as storage
-from tpengine.checkpoint.block import Block
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import CheckpointError, FileEntry, read_index, write_index
 from tpengine.checkpoint.load import load
 from tpengine.checkpoint.save import Saver
+from tpengine.checkpoint.storage import Block
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
 SHAPES: tuple[tuple[int, ...], ...] = ((), (5,), (7, 5), (2, 3), (3, 1, 4), (64, 33))

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tpengine.checkpoint.block import Block, Blocks
-from tpengine.checkpoint.run.resume import checkpoints_of
-from tpengine.checkpoint.storage import Writer
+from tpengine.checkpoint.resume import checkpoints_of
+from tpengine.checkpoint.storage import Block, Blocks, Writer
 from tpengine.cli import main
 
 TENSORS: Mapping[str, Tensor] = {

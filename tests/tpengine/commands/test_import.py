@@ -28,7 +28,7 @@ from benchmarks.harness.resident_memory import (
     resident_bytes,
 )
 from tpengine.checkpoint.index import read_index
-from tpengine.checkpoint.run.resume import checkpoints_of, find_checkpoint
+from tpengine.checkpoint.resume import checkpoints_of, find_checkpoint
 from tpengine.cli import main
 from tpengine.commands import weights
 from tpengine.commands.weights import export

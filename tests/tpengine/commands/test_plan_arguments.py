@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tpengine.checkpoint.run.run_directory import write_config
+from tpengine.checkpoint.run_directory import write_config
 from tpengine.cli import main
 from tpengine.commands.arguments import parse_config
 from tpengine.config import Config, ParallelConfig, validate_run

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tpengine.checkpoint.run.run_directory import write_config
+from tpengine.checkpoint.run_directory import write_config
 from tpengine.cli import main
 from tpengine.commands import certify
 from tpengine.commands.certify import Layout, Options

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tpengine.checkpoint.run.run_directory import open_run_dir
+from tpengine.checkpoint.run_directory import open_run_dir
 from tpengine.cli import main
 from tpengine.commands import watch
 from tpengine.commands.watch import bars_of, read_history

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tpengine.checkpoint.run.resume import saved_config
-from tpengine.checkpoint.run.rollbacks import Rollback, rollback_of
+from tpengine.checkpoint.resume import saved_config
+from tpengine.checkpoint.rollbacks import Rollback, rollback_of
 from tpengine.commands.arguments import ConfigError, parse_config, parse_imported
 from tpengine.config import samples_per_step, validate_run
 from tpengine.config.lengths import Amount, amount_of, first_of_rows, index_of, numbered, tokens_of

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tpengine.checkpoint.index import Index, write_index
-from tpengine.checkpoint.run.resume import checkpoints_of, find_checkpoint, saved_config, state_of
-from tpengine.checkpoint.run.run_directory import write_config
+from tpengine.checkpoint.resume import checkpoints_of, find_checkpoint, saved_config, state_of
+from tpengine.checkpoint.run_directory import write_config
 from tpengine.commands.arguments import ConfigError, parse_config
 from tpengine.config import (
     Config,

@@ -11,7 +11,7 @@ import pytest
 from support.programs import Running, finish_all, run_module, start_ranks
 
 from tpengine import train
-from tpengine.checkpoint.run.resume import checkpoints_of
+from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.data import write_tokens
 from tpengine.observe.watch import Watch
 

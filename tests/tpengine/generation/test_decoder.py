@@ -20,9 +20,9 @@ from tpkernels.ops.matmul import host
 
 from tpengine.commands.generate import Options, find_model
 from tpengine.generation import decoder
-from tpengine.generation.draw import draw
-from tpengine.generation.drawing import Drawing
+from tpengine.generation.decoder import draw
 from tpengine.generation.rank import GeneratingRank
+from tpengine.generation.text import Drawing
 
 GREEDY, DRAWN = Drawing(temperature=0), Drawing(temperature=3.0, top_k=40, top_p=0.9, seed=5)
 # Of one token, and longer than the windows of the drawn models (3 to 7).

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tpengine.generation.draw import _kept, draw
-from tpengine.generation.drawing import Drawing
+from tpengine.generation.decoder import _kept, draw
+from tpengine.generation.text import Drawing
 
 LOGITS = torch.randn(5, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
 

@@ -9,9 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tpengine.hugging_face.check import check_tensors, check_tied
-from tpengine.hugging_face.directory import ModelDirectory, open_directory
-from tpengine.hugging_face.source import Source
+from tpengine.hugging_face.directory import ModelDirectory, Source, check_tensors, check_tied, open_directory
 from tpengine.layout.stored import Stored
 
 REMEDY = "give a directory whose config.json and weights belong together"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tpengine.hugging_face.companions import COMPANIONS, copy_companions
+from tpengine.hugging_face.tokenizer_files import COMPANIONS, copy_companions
 
 
 def source_of(tmp_path: Path, tokenizer_config: bytes) -> tuple[Path, Path]:

@@ -29,9 +29,9 @@ from support.engine.resuming import resumed
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 
-from tpengine.checkpoint.block import parts_of
-from tpengine.checkpoint.run.resume import checkpoints_of, state_of
+from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
+from tpengine.checkpoint.storage import parts_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.training.state.training_state import blocks_of

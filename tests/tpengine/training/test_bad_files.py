@@ -21,7 +21,7 @@ import pytest
 from support.programs import run_module
 from support.ranks.progress import run_program
 
-from tpengine.checkpoint.run.resume import checkpoints_of
+from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.data import write_tokens
 
 SMALL = (

@@ -17,7 +17,7 @@ import pytest
 from support.ranks.progress import run_program
 
 from tpengine.checkpoint.index import read_index
-from tpengine.checkpoint.run.resume import checkpoints_of
+from tpengine.checkpoint.resume import checkpoints_of
 
 TRAIN = (
     *(sys.executable, "-m", "tpengine.train", "--run-dir", "disk/out", "--device", "cpu", "--model.hidden-size", "32"),

@@ -24,7 +24,7 @@ from support.ranks.progress import finish, wait_until
 from support.readmes import the_command
 
 from tpengine.checkpoint.index import Index, read_index
-from tpengine.checkpoint.run.resume import checkpoints_of
+from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.last_words import read_last_words
 from tpengine.planner.diagnose import chain
 

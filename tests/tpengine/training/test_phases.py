@@ -13,7 +13,7 @@ import torch
 from support.engine.exactness import exact_config
 from support.ranks.rank_pool import RankPool
 
-from tpengine.checkpoint.run.resume import find_checkpoint
+from tpengine.checkpoint.resume import find_checkpoint
 from tpengine.config import Config, phases_of, validate_run
 from tpengine.data import open_corpora
 from tpengine.training.state.checkpoints import RunCheckpoints

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from support.programs import Running, finish_all, start_ranks
 
-from tpengine.checkpoint.run.resume import checkpoints_of
-from tpengine.checkpoint.run.upload import JOURNAL, done_steps
+from tpengine.checkpoint.resume import checkpoints_of
+from tpengine.checkpoint.upload import JOURNAL, done_steps
 
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.num-kv-heads", "2", "--model.ffn-size", "48"),

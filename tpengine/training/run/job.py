@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tpengine.checkpoint.run.resume import Checkpoint
+from tpengine.checkpoint.resume import Checkpoint
 from tpengine.config import Config
 from tpengine.data import Corpus
 from tpengine.distributed.launch import Launch

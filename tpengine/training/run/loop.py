@@ -13,12 +13,12 @@ from typing import Any
 
 from rich.console import Console
 
-from tpengine.checkpoint.run.resume import Checkpoint
-from tpengine.checkpoint.run.upload import Uploads
+from tpengine.checkpoint.resume import Checkpoint
+from tpengine.checkpoint.upload import Uploads
 from tpengine.data import CPU_SHARE, GPU_SHARE, ContentChecks
 from tpengine.distributed.agreement import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
-from tpengine.hugging_face.kept import kept_tokenizer
+from tpengine.hugging_face.tokenizer_files import kept_tokenizer
 from tpengine.last_words import forget_last_words
 from tpengine.observe.activity import OtherRanks
 from tpengine.observe.console import ProgressLine, console_for, show_held_out, show_next

@@ -12,15 +12,15 @@ import torch
 from rich.console import Console
 
 from tpengine.architectures.model_path import dropout_not_taken
-from tpengine.checkpoint.run.resume import Checkpoint, changes_since
-from tpengine.checkpoint.run.run_directory import write_config
+from tpengine.checkpoint.resume import Checkpoint, changes_since
+from tpengine.checkpoint.run_directory import write_config
 from tpengine.config import Config, decay_steps_of
 from tpengine.config.lengths import amount_of
 from tpengine.config.rules import zero_in_words
 from tpengine.distributed.agreement import broadcast_json
 from tpengine.files import write_beside
 from tpengine.hugging_face.directory import ModelDirectory
-from tpengine.hugging_face.kept import hand_on, keep_source
+from tpengine.hugging_face.tokenizer_files import hand_on, keep_source
 from tpengine.last_words import RANK_FAILED, USER_ERROR
 from tpengine.observe.console import show_padding, show_phases, show_plan
 from tpengine.observe.metrics import BackgroundWriter, MetricsWriter

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 from tpengine.architectures.model_path import run_of
-from tpengine.checkpoint.block import Block
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
-from tpengine.checkpoint.run.resume import checkpoints_of
+from tpengine.checkpoint.resume import checkpoints_of
+from tpengine.checkpoint.storage import Block
 from tpengine.config import ModelConfig
 from tpengine.distributed.agreement import all_gather_json
-from tpengine.hugging_face.check import check_tensors, check_tied
-from tpengine.hugging_face.directory import ModelDirectory, open_directory
+from tpengine.hugging_face.directory import ModelDirectory, check_tensors, check_tied, open_directory
 from tpengine.hugging_face.names import ignorable, stored_of, tied_names, wanted, with_prefix
 from tpengine.hugging_face.read import BoxReader
 from tpengine.last_words import one_line

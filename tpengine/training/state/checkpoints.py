@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tpengine.checkpoint.directory import CheckpointDirectory
-from tpengine.checkpoint.run.resume import checkpoints_of, state_of
-from tpengine.checkpoint.run.retention import Retention
-from tpengine.checkpoint.run.upload import Uploads
+from tpengine.checkpoint.directory import CheckpointDirectory, Retention
+from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
+from tpengine.checkpoint.upload import Uploads
 from tpengine.config import spike_rule_of
 from tpengine.distributed.agreement import all_gather_json, broadcast_json
 from tpengine.distributed.process import max_over_ranks

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint
-from tpengine.checkpoint.run.resume import Checkpoint, checkpoints_of, find_checkpoint
+from tpengine.checkpoint.resume import Checkpoint, checkpoints_of, find_checkpoint
 from tpengine.config import Config
 from tpengine.distributed.agreement import all_gather_json, broadcast_json
 from tpengine.last_words import one_line

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tpengine.architectures.model_path import run_of
-from tpengine.checkpoint.run.rollbacks import FILE_NAME, Rollback, joined, read_rollbacks, rollback_of, write_rollbacks
+from tpengine.checkpoint.rollbacks import FILE_NAME, Rollback, joined, read_rollbacks, rollback_of, write_rollbacks
 from tpengine.distributed.agreement import broadcast_json
 from tpengine.files import keep_aside
 from tpengine.training.planned_run import RunError

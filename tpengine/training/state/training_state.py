@@ -18,11 +18,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tpengine.checkpoint.block import Block, Blocks, parts_of
 from tpengine.checkpoint.index import Index
 from tpengine.checkpoint.load import load
-from tpengine.checkpoint.run.resume import Checkpoint
-from tpengine.checkpoint.run.rollbacks import rollback_of
+from tpengine.checkpoint.resume import Checkpoint
+from tpengine.checkpoint.rollbacks import rollback_of
+from tpengine.checkpoint.storage import Block, Blocks, parts_of
 from tpengine.layout.parameters import EMBEDDING, HEAD, Piece
 from tpengine.layout.slices import boxes_of
 from tpengine.model.transformer import Transformer

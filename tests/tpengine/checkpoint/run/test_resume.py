@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import CheckpointError, Index, write_index
-from tpengine.checkpoint.run.resume import changes_since, continued_config, find_checkpoint, state_of, without_layout
+from tpengine.checkpoint.resume import changes_since, continued_config, find_checkpoint, state_of, without_layout
 from tpengine.commands.arguments import ConfigError, parse_config
 from tpengine.config import Config, ParallelConfig, TrainConfig, decay_steps_of, num_evaluated, validate
 from tpengine.config.toml import dump_toml

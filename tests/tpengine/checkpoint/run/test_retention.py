@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tpengine.checkpoint.directory import CheckpointDirectory
+from tpengine.checkpoint.directory import CheckpointDirectory, Retention
 from tpengine.checkpoint.index import Index, write_index
-from tpengine.checkpoint.run.retention import Retention
 
 
 def save(directory: CheckpointDirectory, step: int, loss: float | None = None, order: int = 0) -> None:

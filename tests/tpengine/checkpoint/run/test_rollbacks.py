@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tpengine.checkpoint.run.rollbacks import Rollback, joined, left_out, read_rollbacks, write_rollbacks
+from tpengine.checkpoint.rollbacks import Rollback, joined, left_out, read_rollbacks, write_rollbacks
 from tpengine.data import Position
 
 FIRST = Rollback(9, 4, 0, ((36, 40),), 8.5, 3.25)

@@ -18,7 +18,7 @@ import pytest
 
 from tpengine import trust
 from tpengine.checkpoint.directory import CheckpointDirectory
-from tpengine.checkpoint.run.upload import JOURNAL, Uploads, check_program, done_steps
+from tpengine.checkpoint.upload import JOURNAL, Uploads, check_program, done_steps
 
 # Says that it has begun, and ends when it is told to.
 PATIENT = """sh -c 'echo "$1" >> begun; until [ -e go ]; do sleep 0.01; done; ls "$1" >> uploaded' - {path}"""
@@ -154,7 +154,7 @@ PROGRAM = """
 import sys, time
 from pathlib import Path
 from tpengine.checkpoint.directory import CheckpointDirectory
-from tpengine.checkpoint.run.upload import Uploads
+from tpengine.checkpoint.upload import Uploads
 from tpengine.trust import permit
 permit(sys.argv[1].encode())
 uploads = Uploads(sys.argv[1], CheckpointDirectory(Path("checkpoints")), Path("."), print)

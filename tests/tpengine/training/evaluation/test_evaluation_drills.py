@@ -12,7 +12,7 @@ import pytest
 from support.programs import finish_all, start_ranks
 
 from tpengine.checkpoint.index import read_index
-from tpengine.checkpoint.run.resume import checkpoints_of
+from tpengine.checkpoint.resume import checkpoints_of
 
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.num-kv-heads", "2", "--model.ffn-size", "48"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.programs import run_module
 
-from tpengine.checkpoint.run.resume import checkpoints_of
+from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.data import write_tokens
 
 SMALL = (

@@ -24,7 +24,7 @@ from torch import nn
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.random import normal_block
 
-from tpengine.checkpoint.run.resume import checkpoints_of, find_checkpoint, state_of
+from tpengine.checkpoint.resume import checkpoints_of, find_checkpoint, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config, validate
 from tpengine.config.presets import llama_1b

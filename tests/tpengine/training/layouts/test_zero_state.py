@@ -20,7 +20,7 @@ from support.engine.resuming import resumed
 from support.ranks.rank_pool import RankPool
 
 from tpengine.checkpoint.index import CheckpointError
-from tpengine.checkpoint.run.resume import checkpoints_of, state_of
+from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus

@@ -11,7 +11,7 @@ import pytest
 
 from tpengine import cli, train
 from tpengine.checkpoint.index import read_index
-from tpengine.checkpoint.run.resume import checkpoints_of
+from tpengine.checkpoint.resume import checkpoints_of
 
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48", "--model.num-layers", "1"),

@@ -22,10 +22,9 @@ from tpengine.architectures.model_path import model_at
 from tpengine.architectures.registry import BUILT_IN
 from tpengine.config import Config, ModelConfig
 from tpengine.data import open_corpus
-from tpengine.hugging_face.directory import ModelDirectory, open_directory
+from tpengine.hugging_face.directory import ModelDirectory, Source, open_directory
 from tpengine.hugging_face.names import stored_of
 from tpengine.hugging_face.read import BoxReader
-from tpengine.hugging_face.source import Source
 from tpengine.layout.parameters import ParameterSpec, stage_specs
 from tpengine.model.transformer import Transformer
 from tpengine.training.planned_run import RunError

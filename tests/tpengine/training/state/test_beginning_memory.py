@@ -21,8 +21,8 @@ from benchmarks.harness.resident_memory import follow_what_lives, forget_peak, p
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.dtypes import FILE_BITS
+from tpengine.hugging_face.directory import Source
 from tpengine.hugging_face.read import REGION_BYTES, BoxReader
-from tpengine.hugging_face.source import Source
 from tpengine.training.state import beginning as beginning_module
 from tpengine.training.state.beginning import begin_from, check_beginning
 from tpengine.training.state.training_state import masters_of

@@ -16,7 +16,7 @@ from support.ranks.rank_pool import RankPool
 import tpengine.checkpoint.storage as storage
 import tpengine.training.state.checkpoints as run_checkpoints
 from tpengine.checkpoint.index import FileEntry
-from tpengine.checkpoint.run.resume import checkpoints_of
+from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.training.planned_run import RunError

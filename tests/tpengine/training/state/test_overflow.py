@@ -20,7 +20,7 @@ from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from tpkernels.exchange.pending import Work
 
-from tpengine.checkpoint.run.resume import checkpoints_of, state_of
+from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
 
-from tpengine.checkpoint.block import parts_of
-from tpengine.checkpoint.run.resume import checkpoints_of, find_checkpoint, state_of
+from tpengine.checkpoint.resume import checkpoints_of, find_checkpoint, state_of
 from tpengine.checkpoint.save import Saver
+from tpengine.checkpoint.storage import parts_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.training.planned_run import RunError

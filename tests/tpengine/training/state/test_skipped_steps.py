@@ -35,7 +35,7 @@ from support.ranks.rank_pool import RankPool
 from torch import Tensor
 
 from tpengine import train
-from tpengine.checkpoint.run.resume import checkpoints_of, state_of
+from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config, phases_of
 from tpengine.data import open_corpus

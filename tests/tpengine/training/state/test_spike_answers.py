@@ -19,8 +19,8 @@ from support.engine.spike_program import scramble
 from support.programs import finish_all, start_ranks
 
 from tpengine import train
-from tpengine.checkpoint.run.resume import checkpoints_of
-from tpengine.checkpoint.run.rollbacks import FILE_NAME
+from tpengine.checkpoint.resume import checkpoints_of
+from tpengine.checkpoint.rollbacks import FILE_NAME
 from tpengine.cli import main
 
 PROGRAM = "support.engine.spike_program"

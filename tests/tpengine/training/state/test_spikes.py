@@ -18,7 +18,7 @@ from support.engine.spike_program import scramble
 from support.ranks.rank_pool import RankPool
 from tpkernels.exchange.communicator import Communicator
 
-from tpengine.checkpoint.run.resume import checkpoints_of, state_of
+from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config, validate
 from tpengine.data import open_corpus

@@ -17,7 +17,7 @@ from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 
-from tpengine.checkpoint.run.resume import checkpoints_of
+from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.training.planned_run import RunError

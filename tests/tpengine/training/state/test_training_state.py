@@ -16,12 +16,12 @@ from support.engine.resuming import resumed
 from support.kernels.mutations import survivors
 from support.ranks.rank_pool import RankPool
 
-from tpengine.checkpoint.block import Block
 from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import Index, read_index
 from tpengine.checkpoint.load import load
-from tpengine.checkpoint.run.resume import Checkpoint, checkpoints_of, state_of
+from tpengine.checkpoint.resume import Checkpoint, checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
+from tpengine.checkpoint.storage import Block
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.training.evaluation.forward_pass import ForwardPass

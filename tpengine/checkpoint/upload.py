@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+from tpengine.checkpoint import guardian
 from tpengine.checkpoint.directory import CheckpointDirectory
-from tpengine.checkpoint.run import guardian
 from tpengine.files import write_beside
 from tpengine.last_words import one_line
 from tpengine.trust import permitted_command

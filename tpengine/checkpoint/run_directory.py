@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from tpengine.architectures.model_path import run_of
-from tpengine.checkpoint.run.resume import MIXTURE_FILE, PHASES_FILE, checkpoints_of
+from tpengine.checkpoint.resume import MIXTURE_FILE, PHASES_FILE, checkpoints_of
 from tpengine.config import Config
 from tpengine.config.toml import dump_toml
 from tpengine.files import keep_copy_aside, written_beside
