@@ -22,7 +22,7 @@ from support.ranks.rank_pool import RankPool
 pytest.importorskip("triton")
 
 import triton
-from tpkernels import launch
+from tpkernels import known_kernels, launch
 from tpkernels.launch import jit, run, tl
 from tpkernels.ops.matmul.kernel import launch_matmul
 
@@ -136,11 +136,11 @@ def differing(blind_to: str = "") -> list[str]:
     calls += [("base", {}, 0, False), ("device", {}, 1, False), ("debug", {}, 0, True)]
     wrong = set()
     with noted() as (launched, bound), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_known", {})
+        patch.setattr(launch, "known_kernels", {})
         if blind_to == "settings":
-            patch.setattr(launch, "_settings", lambda kernel: ())
+            patch.setattr(known_kernels, "_settings", lambda kernel: ())
         elif blind_to:
-            patch.setattr(launch._Known, "_key", blind(blind_to))
+            patch.setattr(known_kernels.KnownKernel, "_key", blind(blind_to))
         # New, then found by its kinds.
         for (name, *call), _ in itertools.product(calls, range(2)):
             if not as_triton_does(*call, launched):
@@ -155,8 +155,8 @@ def differing(blind_to: str = "") -> list[str]:
 
 
 def blind(part: str) -> Callable[..., Any]:
-    """`_Known._key` without a part."""
-    kept = launch._Known._key
+    """`KnownKernel._key` without a part."""
+    kept = known_kernels.KnownKernel._key
 
     def key(self: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
         seen = [None if name == part else x for name, x in zip(ARGUMENTS, arguments, strict=True)]

@@ -1,6 +1,7 @@
 """Exchanges between ranks: communicators, and the shared memory that they and the fused matmuls read and write.
 
 communicator.py             a group of ranks: exchanges through an arena, or collectives
+collectives.py              the collectives of a process group, and the direct exchanges over gloo
 arena.py mailbox.py         gather and reduce-scatter, and messages, through memory of one host
 device_arena.py copies.py   the arena whose exchanges kernels make, and its copy engine
 pending.py                  a collective that has started and may not have ended

@@ -4,11 +4,6 @@ A communicator of one rank does nothing and copies nothing. Over an arena (ranks
 each other's memory; otherwise exchanges are collectives of the process group. Over a device arena (GPUs that can
 address each other) the kernels of the fused matmuls make their exchanges themselves; all others are collectives. Which
 transport is used is decided when the communicator is made, and printed once if the memory is refused.
-
-The decision a reader will question: over gloo, gather and reduce-scatter are direct exchanges between the ranks and
-not gloo's own collectives. A tensor of 0.5 MB between 2 ranks takes 0.58 ms instead of 0.68 (gather) and 0.68 ms
-instead of 1.07 (reduce-scatter; row gloo_exchange of benchmarks/results). Also, the sum is taken in a balanced tree of
-ranks, so that it is the same on every run.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tpkernels.exchange.arena import Arena, shard_rows
+from tpkernels.exchange.arena import Arena
 from tpkernels.exchange.background import (
     Background,
     all_reduce_through,
@@ -33,8 +28,9 @@ from tpkernels.exchange.background import (
     gather_through,
     reduce_scatter_through,
 )
+from tpkernels.exchange.collectives import Collectives
 from tpkernels.exchange.device_arena import DeviceArena, model_of
-from tpkernels.exchange.pending import Collective, Done, Messages, Parts, Work
+from tpkernels.exchange.pending import Done, Work
 from tpkernels.exchange.strategies import checked
 from tpkernels.exchange.tree import tree_sum
 from tpkernels.launch import INTERPRETED
@@ -114,6 +110,8 @@ class Communicator:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.is_gloo = group is not None and dist.get_backend(group) == "gloo"
+        if group is not None:
+            self._collectives = Collectives(group)
         self.arena: Arena | None = None
         self.device_arena: DeviceArena | None = None
         if arena_bytes and self.size > 1:
@@ -239,7 +237,7 @@ class Communicator:
             return x
         arena = self.arena_for(x)
         if arena is None:
-            return self._gather_by_collective(x, num_rows)
+            return self._collectives.gather(x, num_rows)
         full = x.new_empty(num_rows, *x.shape[1:])
         flat = full.view(num_rows, full[:1].numel())
         for rows, shard in arena.gather(x.reshape(len(x), flat.shape[1]), num_rows, operation):
@@ -265,7 +263,7 @@ class Communicator:
         self._check_sum(x, "reduce_scatter")
         arena = self.arena_for(x)
         if arena is None:
-            return self._reduce_scatter_by_collective(x)
+            return self._collectives.reduce_scatter(x)
         flat = x.reshape(len(x), x[:1].numel())
         total = arena.reduce_scatter(
             len(flat), flat.shape[1], x.dtype, lambda rows, out: copied(flat[rows], out), "reduce_scatter"
@@ -293,7 +291,7 @@ class Communicator:
         self._check_sum(terms[0], "reduce_scatter_in_tree")
         arena = self.arena_for(terms[0])
         if arena is None:
-            return self._reduce_scatter_by_exchange(tree_sum(terms))
+            return self._collectives.reduce_scatter_in_tree(tree_sum(terms))
         flat = [term.reshape(len(term), -1) for term in terms]
         wide = torch.promote_types(terms[0].dtype, torch.float32)
         total = arena.reduce_scatter(
@@ -320,8 +318,8 @@ class Communicator:
             return self.start_all_reduce(x)
         self._check_sum(x, "all_reduce")
         flat = x.reshape(-1)
-        total = self._reduce_scatter_by_exchange(flat)
-        x.copy_(self._gather_by_collective(total, len(flat)).view(x.shape))
+        total = self._collectives.reduce_scatter_in_tree(flat)
+        x.copy_(self._collectives.gather(total, len(flat)).view(x.shape))
         return Done()
 
     @torch.no_grad()
@@ -343,10 +341,7 @@ class Communicator:
     def broadcast_(self, x: Tensor) -> Tensor:
         """Overwrite the ranks' tensors with that of the group's rank 0. Return x."""
         if self.size > 1:
-            host = x.cpu().contiguous() if self.is_gloo else x.contiguous()
-            dist.broadcast(host, group=self.group, group_src=0)
-            if host is not x:
-                x.copy_(host)
+            self._collectives.broadcast_(x)
         return x
 
     def start_all_reduce(self, x: Tensor) -> Work:
@@ -375,15 +370,10 @@ class Communicator:
         Cost: each rank sends (R - 1) times the bytes of `own`.
         """
         if self.size == 1:
-            return self._copied_to(full, own)
+            return _copied_to(full, own)
         if self.arena is not None and full.device.type == "cpu":
             return self._background.submit(gather_through, self.arena, own, full)
-        if self.is_gloo and full.is_cuda:
-            host = torch.empty(full.shape, dtype=full.dtype)
-            return Collective(_all_gather_single(host, own.cpu(), group=self.group, async_op=True), (host, full))
-        if self.is_gloo:
-            return self._start_exchange(own, full.view(self.size, -1))
-        return Collective(_all_gather_single(full, own, group=self.group, async_op=True))
+        return self._collectives.start_all_gather(own, full)
 
     def start_reduce_scatter(self, x: Tensor, out: Tensor, *, in_tree: bool = False) -> Work:
         """Begin summing the ranks' tensors, of which each keeps its part; both as in `start_all_gather`.
@@ -400,21 +390,10 @@ class Communicator:
         """
         self._check_sum(x, "reduce_scatter")
         if self.size == 1:
-            return self._copied_to(out, x)
+            return _copied_to(out, x)
         if self.arena is not None and x.device.type == "cpu":
             return self._background.submit(reduce_scatter_through, self.arena, x, out)
-        if not self.is_gloo and not in_tree:
-            return Collective(_reduce_scatter_single(out, x, group=self.group, async_op=True))
-        x = x.cpu() if self.is_gloo else x
-        parts = torch.empty_like(x)
-        work = dist.all_to_all_single(parts, x, group=self.group, async_op=True)
-        return Parts(work, parts.view(self.size, -1).unbind(), out)
-
-    def _copied_to(self, out: Tensor, x: Tensor) -> Work:
-        """Return the exchange of a single rank."""
-        if out.data_ptr() != x.data_ptr():
-            out.copy_(x)
-        return Done()
+        return self._collectives.start_reduce_scatter(x, out, in_tree=in_tree)
 
     def _check_sum(self, x: Tensor, operation: str) -> None:
         """Refuse a dtype that cannot be added. Do so before the call begins: to fail within it poisons the group."""
@@ -422,62 +401,7 @@ class Communicator:
             self.refuse(x, f"{operation} cannot add {x.dtype}: got {tuple(x.shape)}: convert it, to bfloat16 for one")
 
     def _start(self, x: Tensor, op: Any) -> Work:
-        if self.size == 1:
-            return Done()
-        if (self.is_gloo and x.is_cuda) or not x.is_contiguous():
-            # A contiguous copy: the collective would also sum what lies between the elements of a strided tensor.
-            host = x.cpu().contiguous() if self.is_gloo else x.contiguous()
-            return Collective(dist.all_reduce(host, op, group=self.group, async_op=True), (host, x))
-        return Collective(dist.all_reduce(x, op, group=self.group, async_op=True))
-
-    def _gather_by_collective(self, x: Tensor, num_rows: int) -> Tensor:
-        most = -(-num_rows // self.size)
-        x = _padded(x, most)
-        if self.is_gloo:
-            full = self._on_host(self._exchange_shards, x)
-        else:
-            full = x.new_empty(self.size * most, *x.shape[1:])
-            _all_gather_single(full, x, group=self.group)
-        return full[:num_rows]
-
-    def _reduce_scatter_by_collective(self, x: Tensor) -> Tensor:
-        if self.is_gloo:
-            return self._reduce_scatter_by_exchange(x)
-        own = shard_rows(len(x), self.size, self.rank)
-        most = -(-len(x) // self.size)
-        part = x.new_empty(most, *x.shape[1:])
-        # `group` by keyword: the third argument is the reduce operation.
-        _reduce_scatter_single(part, _padded(x, self.size * most), group=self.group)
-        return part[: own.stop - own.start]
-
-    def _reduce_scatter_by_exchange(self, x: Tensor) -> Tensor:
-        """Send each other rank its rows, and add the received ones in a balanced tree."""
-        own = shard_rows(len(x), self.size, self.rank)
-        x = _padded(x, self.size * -(-len(x) // self.size))
-        part = self._on_host(self._exchange_and_add, x) if self.is_gloo else self._exchange_and_add(x)
-        return part[: own.stop - own.start]
-
-    def _on_host(self, exchange: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return exchange(x.cpu()).to(x.device) if x.is_cuda else exchange(x)
-
-    def _exchange_shards(self, x: Tensor) -> Tensor:
-        full = x.new_empty(self.size, *x.shape)
-        self._start_exchange(x, full).wait()
-        return full.flatten(0, 1)
-
-    def _start_exchange(self, own: Tensor, full: Tensor) -> Work:
-        """Begin sending `own` to each other rank, and receiving theirs in the rows of `full`; copy it into its row."""
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        pending = [dist.irecv(full[peer], group=self.group, group_src=peer) for peer in others]
-        pending += [dist.isend(own, group=self.group, group_dst=peer) for peer in others]
-        self._copied_to(full[self.rank], own)
-        return Messages(pending, own)
-
-    def _exchange_and_add(self, x: Tensor) -> Tensor:
-        parts = torch.empty_like(x)
-        dist.all_to_all_single(parts, x, group=self.group)
-        terms = parts.view(self.size, x.shape[0] // self.size, *x.shape[1:])
-        return tree_sum(terms.unbind()).to(x.dtype)
+        return Done() if self.size == 1 else self._collectives.start_all_reduce(x, op)
 
 
 # Registered operators are given a communicator's name, not the object. Entries vanish with their communicators.
@@ -506,12 +430,8 @@ def _say_that_nothing_is_chosen(model: str) -> None:
     )
 
 
-def _padded(x: Tensor, num_rows: int) -> Tensor:
-    if len(x) == num_rows:
-        return x.contiguous()
-    return torch.cat((x, x.new_zeros(num_rows - len(x), *x.shape[1:])))
-
-
-# torch 2.13 has renamed these two and warns about the old names; 2.11 has only the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+def _copied_to(out: Tensor, x: Tensor) -> Work:
+    """Return the exchange of a single rank."""
+    if out.data_ptr() != x.data_ptr():
+        out.copy_(x)
+    return Done()
