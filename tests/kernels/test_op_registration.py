@@ -81,10 +81,16 @@ def check_with_opcheck(grad: bool, by_kernels: bool = False, some: slice = slice
         torch.library.opcheck(op.default, arguments)
 
 
-@pytest.mark.parametrize("grad", [pytest.param(False, marks=pytest.mark.slow), True], ids=["no grad", "grad"])
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_opcheck(ranks: RankPool, world: int, grad: bool) -> None:
-    ranks.run(check_with_opcheck, world, grad)
+# By default each operator that has a gradient once, those with a bias with it.
+@pytest.mark.by_default("2-grad, some")
+@pytest.mark.parametrize(
+    ("grad", "some"),
+    [(False, slice(None)), (True, slice(None)), (True, slice(0, None, 2))],
+    ids=["no grad", "grad", "grad, some"],
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_opcheck(ranks: RankPool, world: int, grad: bool, some: slice) -> None:
+    ranks.run(check_with_opcheck, world, grad, False, some)
 
 
 # By default one operator: the test above has all, on the host's arena.

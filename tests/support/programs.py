@@ -131,6 +131,9 @@ def start_ranks(
         port = free.getsockname()[1]
     everywhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
     everywhere |= dict(environment_of_ranks(), LOCAL_WORLD_SIZE=str(num_ranks), **variables)
+    # What they are forked from is there before the first of them waits for the others.
+    for rank in range(num_ranks):
+        preloaded(environment_of_ranks(), rank)
     return [
         Running(module, *arguments, cwd=cwd, output=None, **everywhere, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(num_ranks)

@@ -1,13 +1,12 @@
-"""The checkpoints of a run: one directory per step, written beside and renamed; the newest are kept. No torch.
+"""The checkpoints of a run: one directory per step, written beside and renamed; and which of them stay. No torch.
 
 <run_dir>/checkpoints/step-00000050/    complete: it was renamed to this once everything was on disk
 <run_dir>/checkpoints/.step-00000100.writing/   being written, or left by a run that was killed
 <run_dir>/checkpoints/step-00000050.damaged/    was complete and has changed since; never used or deleted
 
-Which checkpoints stay besides the newest: every N-th, the best, and those that a rollback may need. No torch.
-
-The best has the lowest held-out loss of its text: losses on other text, or on other lengths of sequence, do not
-compare, so that each order of samples of a run (config/phases.py) has a best one.
+The newest stay, every N-th, the best, and those that a rollback may need. The best has the lowest held-out loss of its
+text: losses on other text, or on other lengths of sequence, do not compare, so that each order of samples of a run
+(config/phases.py) has a best one.
 """
 
 from __future__ import annotations

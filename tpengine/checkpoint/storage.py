@@ -1,9 +1,7 @@
-"""A rank's block of a global tensor: what it saves, and what it loads into.
+"""Blocks as files: one safetensors file per rank and a JSON index; nothing is pickled, on disk or between ranks.
 
-DTensor is not used: it cuts a dim as torch.chunk does. A vocabulary whose padding is not stored, and a KV head that
-several ranks hold, are cut in other ways.
-
-Blocks as files: one safetensors file per rank and a JSON index; nothing is pickled, on disk or between ranks.
+A rank's block of a global tensor is what it saves, and what it loads into. DTensor is not used: it cuts a dim as
+torch.chunk does. A vocabulary whose padding is not stored, and a KV head that several ranks hold, are cut otherwise.
 
 A rank writes its blocks into one file, which is hashed meanwhile, so that no byte of it is read again, and describes
 it as JSON. The first rank merges the descriptions into the index, writes the index last, and renames the checkpoint to

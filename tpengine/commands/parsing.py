@@ -28,7 +28,7 @@ from tpengine.spelling import use
 _MOST_DIGITS = 18
 # As much of what was typed is told.
 _MOST_SHOWN = 40
-# What a run has in its directory once it has begun or was imported (checkpoint/run, observe).
+# What a run has in its directory once it has begun or was imported (checkpoint, observe).
 _OF_A_RUN = ("checkpoints", "metrics.jsonl", ".lock")
 
 

@@ -2,8 +2,7 @@
 
 A pass is a plan of one micro-batch, as that of a held-out loss is: stages are the model's chunks, transfers the plan's.
 All that is new is what the rows of a pass are: tokens that follow on a cache.
-
-The next token of each sequence, drawn from its row of logits by counters: no generator has a state.
+The next token of each sequence is drawn from its row of logits by counters: no generator has a state.
 """
 
 from __future__ import annotations

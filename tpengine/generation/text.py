@@ -1,6 +1,6 @@
-"""How the next token is drawn. No torch.
+"""Text to tokens and back, as it comes: by the tokenizer of a model or a run, as bytes, or as numbers. No torch.
 
-Text to tokens and back, as it comes: by the tokenizer of a model or a run, as bytes, or as numbers. No torch.
+Also how the next token is drawn: what a user asks for, which needs no torch either. decoder.py draws it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""Bytes out of a directory's files, counted. No torch.
+"""A model's directory in Hugging Face's form: its open files, and whether it has a model's weights. No torch.
+
+Only headers are read here: config.json, and what the weights' files hold. All names and shapes are checked before a
+byte of a tensor is read, also whether an output head that the directory has beside a tied table says the same as the
+table. What the numbers of config.json mean is said elsewhere, by the architectures.
 
 The decision a reader will question: files are read with preadv into memory that the caller uses again, not mapped.
 Pages of a mapped file count as resident memory of the rank, and stay until somebody needs them.
-
-A model's directory in Hugging Face's form: config.json, and what its weights' files hold. No torch.
-
-Only headers are read here. What the numbers of config.json mean is said elsewhere, by the architectures.
-
-Whether a directory has a model's weights: all names and shapes, before a byte of a tensor is read. No torch.
-
-Also whether an output head that the directory has beside a tied table says the same as the table.
 """
 
 from __future__ import annotations

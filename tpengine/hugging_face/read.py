@@ -37,7 +37,7 @@ Box = tuple[Stored, tuple[int, ...], Tensor]
 
 
 class BoxReader:
-    """Reads boxes of parameters out of a directory whose tensors have been checked (check.py); a context manager.
+    """Reads boxes of parameters out of a directory whose tensors have been checked (directory.py); a context manager.
 
     Attributes:
         source: counts the bytes read.

@@ -1,12 +1,11 @@
-"""The files that go with weights: tokenizer, chat template, settings of generation; copied as they came. No torch.
+"""The files that go with weights, copied as they came, and what a run keeps of the directory it began from. No torch.
 
-One thing is changed: transformers 5 may write TokenizersBackend as the tokenizer's class, a name that version 4 refuses
-to load. PreTrainedTokenizerFast is the same class under the name that both know.
+Tokenizer, chat template and settings of generation are copied. One thing is changed: transformers 5 may write
+TokenizersBackend as the tokenizer's class, a name that version 4 refuses to load. PreTrainedTokenizerFast is the same
+class under the name that both know.
 
-What a run keeps of the directory it began from, so that it can be given back in the same form. No torch.
-
-In the run's directory: config.json, the files that go with weights (companions.py), and the names and dtypes of the
-tensors.
+A run keeps in its directory what it needs to give its source back in the same form: config.json, these files, and the
+names and dtypes of the tensors.
 """
 
 from __future__ import annotations

@@ -233,6 +233,10 @@ GRAPHS = {
 }
 
 
+@pytest.mark.by_default(
+    *(f"cuda-2-{strategy}-{graph}" for strategy in ("fused", "push") for graph in GRAPHS),
+    *("cuda-4-fused-even", "cuda-4-fused-odd"),
+)
 @rungs(
     "world, strategy, graph",
     (2, "push", "odd"),

@@ -81,7 +81,7 @@ def is_accepted(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
     return True
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cut_tensors([A]), st.data())
 def test_pieces_cover_their_tensor_exactly_once(entry: TensorEntry, data: st.DataObject) -> None:
     """As it is cut, and after each of some mutations: as if every element were counted."""

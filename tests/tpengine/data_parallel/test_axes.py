@@ -121,6 +121,7 @@ def test_a_bucket_is_reduced_over_the_ranks_of_its_axes(ranks: RankPool, name: s
     assert in_buckets == ({NORMS, HEADS, OTHERS} if name.startswith("whole") else {OTHERS})
 
 
+@pytest.mark.by_default("whole")
 @pytest.mark.parametrize("name", ["whole", "slices, once a step", "exact, blocks"])
 def test_ranks_left_out_are_noticed(ranks: RankPool, name: str) -> None:
     """Nothing is summed but over the replicas."""

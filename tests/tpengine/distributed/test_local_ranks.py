@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks.forked import fork_local_ranks
 from support.ranks.progress import finish
 
 from tpengine.distributed.local_ranks import Ranks, RanksFailed, run_ranks
@@ -53,12 +52,7 @@ class Member:
         return lambda: None
 
 
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork_local_ranks(monkeypatch)
-
-
-@pytest.mark.usefixtures("forked")
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_keep_their_object_and_answer_by_rank() -> None:
     with Ranks(3, MEMBER, 10) as ranks:
         assert ranks.call("add", 5) == [15, 16, 17]
@@ -81,7 +75,7 @@ def test_a_rank_has_one_thread_and_the_parent_keeps_its_variables(monkeypatch: p
     assert (threads, variable, waiting) == (1, "1", "PASSIVE")
 
 
-@pytest.mark.usefixtures("forked")
+@pytest.mark.usefixtures("forked_ranks")
 def test_leaving_by_an_exception_ends_the_ranks_and_removes_their_store(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -95,7 +89,7 @@ def test_leaving_by_an_exception_ends_the_ranks_and_removes_their_store(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("forked")
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("how", "message"),
     [("raised", r"rank 1: Traceback(.|\n)*EOFError: a file is too short"), ("killed", "rank 1: the process died")],
@@ -109,25 +103,26 @@ def test_one_ranks_failure_ends_all_though_the_other_waits_for_it(how: str, mess
             os.kill(pid, 0)
 
 
-@pytest.mark.usefixtures("forked")
+@pytest.mark.usefixtures("forked_ranks")
 def test_an_answer_that_cannot_be_sent_is_said() -> None:
     with Ranks(1, MEMBER, 0) as ranks, pytest.raises(RanksFailed, match=r"rank 0: Traceback(.|\n)*[Pp]ickle"):
         ranks.call("unpicklable")
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_no_answer_in_time() -> None:
     with pytest.raises(RanksFailed, match=r"^ranks 0, 1: no answer in 0\.5 s$"):
         Ranks(2, "time:sleep", 3600, seconds=0.5)
 
 
-@pytest.mark.usefixtures("forked")
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_function_runs_on_every_rank_and_a_failure_ends_all_with_its_traceback() -> None:
     assert run_ranks(2, "torch.distributed:get_world_size") == 2
     with pytest.raises(RanksFailed, match=r"^ranks? [01](.|\n)*: Traceback(.|\n)*ZeroDivisionError"):
         run_ranks(2, "operator:floordiv", 1, 0)
 
 
-@pytest.mark.usefixtures("forked")
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("factory", "reason"),
     [
@@ -143,14 +138,14 @@ def test_a_factory_that_is_not_there_is_said_in_one_line(factory: str, reason: s
         Ranks(1, factory)
 
 
-@pytest.mark.usefixtures("forked")
+@pytest.mark.usefixtures("forked_ranks")
 def test_all_ranks_say_one_mistake_once() -> None:
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, "tpengine.distributed.launch:nosuch")
     assert len(str(failed.value).splitlines()) == 1
 
 
-@pytest.mark.usefixtures("forked")
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_module_that_cannot_be_imported_shows_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "broken_factory.py").write_text("import nosuch_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -180,6 +175,8 @@ def parent(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.kill()
 
 
+# The parents of the tests below have no torch either.
+@pytest.mark.slow
 def test_the_parent_needs_no_torch(tmp_path: Path) -> None:
     output, errors = finish(parent_of(1, "print(ranks.call('run'))", tmp_path))
     assert output == "[0]\n", errors

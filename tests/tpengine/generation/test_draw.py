@@ -23,13 +23,13 @@ def test_what_may_be_drawn_is_what_transformers_leaves(how: Drawing) -> None:
 
 
 def test_draws_have_the_probabilities_of_what_is_left() -> None:
-    """4,000 draws: the standard deviation of a share is at most 0.008."""
+    """1,000 draws: the standard deviation of a share is at most 0.016."""
     row, how = LOGITS[:1, :12], Drawing(1.3, top_k=8)
-    drawn = torch.cat([draw(row, number, how) for number in range(4000)])
+    drawn = torch.cat([draw(row, number, how) for number in range(1000)])
     shares = torch.bincount(drawn, minlength=12) / len(drawn)
     want = _kept(row / 1.3, how).softmax(-1)[0]
     assert (want == 0).sum() == 4
-    assert (shares - want).abs().max() < 0.04
+    assert (shares - want).abs().max() < 0.06
 
 
 def test_a_draw_depends_on_seed_number_and_place_alone() -> None:

@@ -61,7 +61,7 @@ CASES: dict[str, Config] = {
 }
 
 
-@pytest.mark.by_default("tiny", "float64, a KV head for each shard")
+@pytest.mark.by_default("float64, a KV head for each shard")
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_recorded(ranks: RankPool, name: str) -> None:
     numbers, digests = ranks.run(train, 1, CASES[name])[0]

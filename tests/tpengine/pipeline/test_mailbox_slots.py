@@ -109,7 +109,7 @@ def test_every_plan_finishes(name: str, ranks: tuple[int, ...], micro_batches: t
                 assert finishes(forward, num_slots_for(forward)), (p, m, v)
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=75)
 @given(schedules())
 def test_any_order_of_compute_finishes(schedule: Schedule) -> None:
     plan = plan_of(schedule, training=True)

@@ -39,7 +39,7 @@ actions = st.one_of(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(actions, max_size=8))
 def test_text_parses_back(listed: list[Action]) -> None:
     assert parse_actions(format_actions(listed)) == tuple(listed)

@@ -280,7 +280,7 @@ def test_every_plan_of_the_grid_verifies(build_plan: BuildPlan, name: str, p: in
             check(build_plan(name, p, m, num_chunks=num_chunks))
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=75)
 @given(schedules())
 def test_any_order_of_compute_lowers_to_a_plan_that_verifies(schedule: Schedule) -> None:
     ranks = schedule.ranks

@@ -70,13 +70,13 @@ plans = st.builds(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(plans)
 def test_plans_that_are_wrong_parse_back(plan: Plan) -> None:
     assert parse_plan(plan.text()) == plan
 
 
-@settings(derandomize=True, deadline=None, max_examples=500)
+@settings(derandomize=True, deadline=None, max_examples=200)
 @given(st.data())
 def test_any_other_text_is_refused_in_one_line(build_plan: BuildPlan, data: st.DataObject) -> None:
     """Replace, drop or insert a few characters: what still parses is what its plan writes."""
