@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tpengine.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
     from tpengine.data import write_tokens
-    from tpengine.data_parallel import DataParallel, ShardedOptimizer
     from tpengine.layers import (
         IGNORED_LABEL,
         Attention,
@@ -44,8 +43,7 @@ if TYPE_CHECKING:
         summed,
         vocab_parallel_cross_entropy,
     )
-    from tpengine.model.foreign import parallelize
-    from tpengine.pipeline import Pipeline
+    from tpengine.modules import DataParallel, Pipeline, ShardedOptimizer, parallelize
     from tpengine.plan import SCHEDULES, Plan, Schedule, make_schedule
 
 __version__: str
@@ -59,8 +57,8 @@ _HOME = {
     "ParallelConfig": "config",
     "TrainConfig": "config",
     "write_tokens": "data",
-    "DataParallel": "data_parallel",
-    "ShardedOptimizer": "data_parallel",
+    "DataParallel": "modules",
+    "ShardedOptimizer": "modules",
     "IGNORED_LABEL": "layers",
     "Attention": "layers",
     "ColumnParallelLinear": "layers",
@@ -89,8 +87,8 @@ _HOME = {
     "sharded": "layers",
     "summed": "layers",
     "vocab_parallel_cross_entropy": "layers",
-    "parallelize": "model.foreign",
-    "Pipeline": "pipeline",
+    "parallelize": "modules",
+    "Pipeline": "modules",
     "SCHEDULES": "plan",
     "Plan": "plan",
     "Schedule": "plan",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tpengine.distributed.meeting import Meeting
     from tpengine.observe.watch import Watch
     from tpengine.plan import Residency
-    from tpengine.training.state.beginning import Beginning
+    from tpengine.runs.restoring import Beginning
 
 # A process lets go of its connections a moment before it is gone, and the report is to say which rank is.
 _DYING_SECONDS = 0.5
@@ -171,8 +171,8 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
 
         # Left to itself it takes no more than it believes to be whole cores.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    from tpengine.training.run.attention_taken import attention_taken
-    from tpengine.training.run.memory_limit import fitting_residency
+    from tpengine.runs.memory_limit import fitting_residency
+    from tpengine.runs.opening import attention_taken
 
     attention_taken(config, device)  # or say why it cannot be torch's
     residency = fitting_residency(config, launch, device)
@@ -189,7 +189,7 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
         checkpoint = find_checkpoint(config, fingerprints, fingerprint_of_ends=ends)
     beginning = None
     if config.model.path and checkpoint is None:
-        from tpengine.training.state.beginning import check_beginning
+        from tpengine.runs.restoring import check_beginning
 
         beginning = check_beginning(config.model)
     cores = shared_cores if device.type == "cpu" else 0
@@ -253,9 +253,9 @@ def meet(launch: Launch, mistake: str, watch: Watch) -> Meeting:
 
 def _train(prepared: _Prepared, launch: Launch, meeting: Meeting, watch: Watch) -> str:
     """Train; return what the user can mend and only training finds, on all ranks alike; else empty."""
+    from tpengine.runs.job import Job
+    from tpengine.runs.loop import train
     from tpengine.training.planned_run import RunError
-    from tpengine.training.run.job import Job
-    from tpengine.training.run.loop import train
 
     config, corpora, device, cores = prepared.config, prepared.corpora, prepared.device, prepared.shared_cores
     try:

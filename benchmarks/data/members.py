@@ -17,7 +17,7 @@ from tpengine.data import Samples, open_corpus, open_source
 from tpengine.data.documents import Documents
 from tpengine.data.encode import tokens_of
 from tpengine.data.tokenizer import TextTokenizer
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 _CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ from tpkernels.exchange.communicator import Communicator
 
 from benchmarks.data_parallel.options import CHECKED_STEPS, Options
 from benchmarks.harness import resident_memory
-from tpengine.data_parallel import DataParallel, ShardedOptimizer
+from tpengine.modules import DataParallel, ShardedOptimizer
 
 # Of a weight's largest change. The order of sums explains less than 1e-4.
 _TOLERANCE = 1e-3

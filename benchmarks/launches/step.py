@@ -34,8 +34,8 @@ from tpengine.config.rules import validate
 from tpengine.data import open_corpus
 from tpengine.distributed.launch import loopback_variables
 from tpengine.plan import Action, Kind
+from tpengine.runs.trainer import Trainer
 from tpengine.training.step_batch import StepBatch
-from tpengine.training.trainer import Trainer
 
 META = torch.device("meta")
 # Whose kernels are counted where a GPU may take torch's, as rows say it.

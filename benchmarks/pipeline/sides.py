@@ -24,10 +24,10 @@ from tpengine.config import Config, ModelConfig
 from tpengine.data import Corpus
 from tpengine.layout.parameters import stage_specs
 from tpengine.layout.step_plan import layout_of
-from tpengine.pipeline import Pipeline
+from tpengine.modules import Pipeline
 from tpengine.pipeline.executor import Executor
 from tpengine.plan import Kind
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 # torch's modules leave weight gradients to autograd, which computes both halves of a backward together.
 SEQUENTIAL_SCHEDULES = ("gpipe", "1f1b", "interleaved")

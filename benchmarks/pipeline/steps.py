@@ -22,11 +22,10 @@ from tpengine.layers.gradient_sink import WeightHalves
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.observe.records import encode_record
 from tpengine.pipeline.executor import Executor, Trace
-from tpengine.pipeline.handlers import RankPipeline
-from tpengine.pipeline.stage import Stage
+from tpengine.pipeline.stage import RankPipeline, Stage
 from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Action, Kind, Plan
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 Seconds = Mapping[tuple[Kind, int], float]
 

@@ -35,7 +35,7 @@ from tpengine.layout.step_plan import layout_of
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
 from tpengine.model.undrawn import Undrawn
-from tpengine.training.state.beginning import check_beginning
+from tpengine.runs.restoring import check_beginning
 
 _PAGE_BYTES = 4096
 

@@ -1,4 +1,4 @@
-"""tpengine as a contestant: its trainer, built as in training/run/loop.py, without checkpoints, metrics and watch."""
+"""tpengine as a contestant: its trainer, built as in runs/loop.py, without checkpoints, metrics and watch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tpengine.config import Config
 from tpengine.data import Corpus
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 
 class OwnEngine:

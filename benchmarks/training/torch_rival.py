@@ -40,7 +40,7 @@ from tpengine.config import IGNORED_LABEL, Config, decay_steps_of
 from tpengine.data import Corpus, first_sample_index
 from tpengine.layout.parameters import stage_specs
 from tpengine.layout.step_plan import layout_of
-from tpengine.training.update.learning_rate import learning_rate
+from tpengine.training.learning_rate import learning_rate
 
 
 class TorchRival:

@@ -92,9 +92,7 @@ def rooms() -> dict[str, tuple[str, ...]]:
 def main() -> None:
     """Print the reach of modules; by default of train, the trainer and every room."""
     asked: dict[str, tuple[str, ...]] = {name: (name,) for name in sys.argv[1:]}
-    for name, modules in (
-        asked or {n: (n,) for n in ("tpengine.train", "tpengine.training.trainer")} | rooms()
-    ).items():
+    for name, modules in (asked or {n: (n,) for n in ("tpengine.train", "tpengine.runs.trainer")} | rooms()).items():
         found = reach(*modules)
         num_files = sum(module.split(".")[0] == "tpengine" for module in found)
         kernels = num_lines(found, "tpkernels")

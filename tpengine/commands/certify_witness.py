@@ -24,8 +24,8 @@ from tpengine.layout.parameters import EMBEDDING, HEAD, Piece, leaf_parts
 from tpengine.model.block import Block
 from tpengine.pipeline.executor import Handler
 from tpengine.plan import Action, Kind
+from tpengine.runs.trainer import Trainer
 from tpengine.training.train_state import TrainState
-from tpengine.training.trainer import Trainer
 
 # More than there are places within one layer.
 _PLACES = 8

@@ -64,10 +64,10 @@ from tpengine.hugging_face.write import (
 )
 from tpengine.layout.parameters import EMBEDDING, HEAD
 from tpengine.layout.stored import Stored
+from tpengine.runs.restoring import check_beginning, checkpoint_of
 from tpengine.terminal import escaped, raw
 from tpengine.torch_dtypes import TORCH_DTYPES
-from tpengine.training.state.beginning import check_beginning, checkpoint_of
-from tpengine.training.state.training_state import MASTER, hf_name
+from tpengine.training.checkpoint_blocks import MASTER, hf_name
 
 # Between two lines: on a terminal, where they replace each other, and elsewhere.
 _TERMINAL_SECONDS, _PLAIN_SECONDS = 0.5, 30.0

@@ -9,7 +9,7 @@ settings: they stand in config.toml under [model.details], so that a run continu
     skip | rollback | stop, then how many spreads above the median are a leap, then the steps that median and spread are
     of: "skip", "rollback 20", "stop 10 64"
 
-How steps are judged is in training/update/spikes.py.
+How steps are judged is in training/spikes.py.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tpengine.distributed.process import stop
-from tpengine.pipeline import Pipeline
+from tpengine.modules import Pipeline
 
 
 def model_of() -> nn.Sequential:

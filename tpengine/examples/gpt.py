@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from tpkernels.exchange.communicator import Communicator
 
-from tpengine.data_parallel import DataParallel
 from tpengine.distributed.process import stop
 from tpengine.layers import (
     Attention,
@@ -22,7 +21,7 @@ from tpengine.layers import (
     replicate,
     vocab_parallel_cross_entropy,
 )
-from tpengine.pipeline import Pipeline
+from tpengine.modules import DataParallel, Pipeline
 
 VOCAB, DIM, HEADS, SEQ, IGNORED = 32, 64, 4, 16, -100
 

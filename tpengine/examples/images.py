@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tpkernels.exchange.communicator import Communicator
 
-from tpengine.data_parallel import DataParallel, ShardedOptimizer
 from tpengine.distributed.process import stop
+from tpengine.modules import DataParallel, ShardedOptimizer
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tpengine.distributed.process import stop
-from tpengine.pipeline import Pipeline
+from tpengine.modules import Pipeline
 
 
 def main() -> None:

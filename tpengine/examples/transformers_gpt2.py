@@ -14,10 +14,8 @@ from tpkernels.exchange.communicator import Communicator
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tpengine.architectures.gpt2 import TABLE
-from tpengine.data_parallel import DataParallel
 from tpengine.distributed.process import stop
-from tpengine.model.foreign import parallelize
-from tpengine.pipeline import Pipeline
+from tpengine.modules import DataParallel, Pipeline, parallelize
 
 
 class Embedding(nn.ModuleList):

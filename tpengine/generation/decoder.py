@@ -24,8 +24,7 @@ from tpengine.layers import KeyValueCache
 from tpengine.layout.step_plan import Layout, forward_plan
 from tpengine.model.transformer import Transformer
 from tpengine.pipeline.executor import Executor
-from tpengine.pipeline.handlers import RankPipeline
-from tpengine.pipeline.stage import Stage
+from tpengine.pipeline.stage import RankPipeline, Stage
 from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Kind, Plan
 

@@ -28,9 +28,9 @@ from tpengine.layout.step_plan import Layout, layout_of
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
 from tpengine.model.undrawn import Undrawn
+from tpengine.runs.restoring import Beginning, check_beginning, fill_from_files, on_all_ranks
+from tpengine.training.checkpoint_blocks import hf_name, load_blocks, weights_of_model
 from tpengine.training.planned_run import RunError
-from tpengine.training.state.beginning import Beginning, check_beginning, fill_from_files, on_all_ranks
-from tpengine.training.state.training_state import hf_name, load_blocks, weights_of_model
 
 
 def build(config: Config, layout: Layout, device: torch.device) -> Ranks:

@@ -27,7 +27,7 @@ from tpengine.layout.slices import BlockCut, parts_of, slice_numel
 from tpengine.layout.step_plan import Layout, gradient_bytes, reduced_of
 from tpengine.plan import Reduced
 
-# AdamW (training/update/optimizer.py) keeps two moments per element, in the accumulation dtype.
+# AdamW (training/optimizer.py) keeps two moments per element, in the accumulation dtype.
 _MOMENTS = 2
 
 

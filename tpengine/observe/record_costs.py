@@ -114,7 +114,7 @@ def profile_of(
 def ranks_of(
     steps: Sequence[MeasuredStep], places: Sequence[tuple[int, int, int]], metered: Sequence[Mapping[str, Any]]
 ) -> tuple[RankProfile, ...]:
-    """Return what each rank of the run did: by its trace, and by its host (training/profiler/meter.py).
+    """Return what each rank of the run did: by its trace, and by its host (runs/meter.py).
 
     Args:
         steps: at least one; their pipelines are ordered by dp, then tp.

@@ -1,5 +1,1 @@
-"""Pipelines: the executor of a plan, its handlers, and `Pipeline` for any nn.Sequential."""
-
-from tpengine.pipeline.sequential import Pipeline
-
-__all__ = ["Pipeline"]
+"""Pipelines: the executor of a plan, its handlers, transfers and what is loaded before the first."""

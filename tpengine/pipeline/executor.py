@@ -18,7 +18,7 @@ Handler = Callable[[Action], None]
 
 
 class Clock(Protocol):
-    """Takes the moments of a trace. A GPU's moments can only be converted to times later (clocks.py)."""
+    """Takes the moments of a trace. A GPU's moments can only be converted to times later (runs/meter.py)."""
 
     def now(self) -> Any:
         """Return this moment."""

@@ -18,7 +18,7 @@ from tpengine.distributed.process import differing_ranks
 from tpengine.layout.phase_layouts import phase_layouts
 from tpengine.layout.step_plan import Layout, training_plan
 from tpengine.plan import Plan, Residency
-from tpengine.training.update.learning_rate import rate_of_step
+from tpengine.training.learning_rate import rate_of_step
 
 
 class RunError(RuntimeError):

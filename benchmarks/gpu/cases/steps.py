@@ -21,7 +21,7 @@ from benchmarks.training.torch_model import LlamaStage
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.layout.parameters import stage_specs
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 WARM_STEPS = 2
 # Of the logarithm of the vocabulary: where a model without knowledge begins.

@@ -28,7 +28,7 @@ from tpengine.distributed.launch import loopback_variables
 from tpengine.distributed.local_ranks import run_ranks
 from tpengine.layout.flops import step_flops
 from tpengine.observe.metrics import peak_flops_per_second
-from tpengine.training.run.attention_taken import attention_taken
+from tpengine.runs.opening import attention_taken
 
 _MODULE = "benchmarks.gpu.cases.training"
 # Of a loss in bfloat16; in float32 rounding explains far less.

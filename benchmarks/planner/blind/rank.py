@@ -15,7 +15,7 @@ from benchmarks.planner.machine.products import reference_seconds
 from benchmarks.planner.machine.sizes import sizes_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 
 class Member:

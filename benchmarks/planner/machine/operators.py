@@ -21,7 +21,7 @@ from tpengine.layers.attention import Scores, attend
 from tpengine.layers.mlp import activated
 from tpengine.layers.norm import RMSNorm
 from tpengine.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
-from tpengine.training.update.optimizer import AdamW
+from tpengine.training.optimizer import AdamW
 
 Points = dict[str, list[tuple[float, float]]]
 

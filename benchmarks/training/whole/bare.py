@@ -20,7 +20,7 @@ import torch.distributed.nn.functional
 from tpengine.commands.arguments import parse_config
 from tpengine.data import open_corpus
 from tpengine.distributed.launch import Launch, loopback_variables
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 # Of each start, not timed: kernels are loaded, and memory is first touched.
 WARMUP_STEPS = 5

@@ -98,7 +98,7 @@ def test_a_revision_is_compared_with_its_own_sources(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for package in ("tpengine", "kernels/tpkernels", "benchmarks"):
         shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    source = tree / "tpengine/training/update/learning_rate.py"
+    source = tree / "tpengine/training/learning_rate.py"
     text, rate = source.read_text(), "return rate_before + (config.lr - rate_before) * after / warmup.number"
     assert text.count(rate) == 1
     source.write_text(text.replace(rate, rate.replace("return ", "return 9 * (") + ")"))

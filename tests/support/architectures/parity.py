@@ -16,7 +16,7 @@ from tpengine.architectures.registry import check_architecture, model_of
 from tpengine.config import Config, ModelConfig
 from tpengine.data import open_corpus
 from tpengine.layout.parameters import stage_specs
-from tpengine.training.update.learning_rate import learning_rate
+from tpengine.training.learning_rate import learning_rate
 
 SEQ, BATCH = 14, 2
 

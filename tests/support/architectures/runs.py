@@ -19,9 +19,9 @@ from tpengine.config.toml import dump_toml
 from tpengine.data import open_corpus
 from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.tokenizer_files import keep_source
-from tpengine.training.state.beginning import begin_from, check_beginning
-from tpengine.training.state.checkpoints import RunCheckpoints
-from tpengine.training.trainer import Trainer
+from tpengine.runs.checkpoints import RunCheckpoints
+from tpengine.runs.restoring import begin_from, check_beginning
+from tpengine.runs.trainer import Trainer
 
 SIZES: dict[str, dict[str, Any]] = {
     name: dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=40, num_hidden_layers=4, intermediate_size=48)

@@ -30,9 +30,9 @@ import tpengine.checkpoint.storage as storage
 from tpengine.checkpoint.index import FileEntry
 from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.plan import Action, Kind
+from tpengine.runs import loop as run
+from tpengine.runs.trainer import Trainer
 from tpengine.train import main
-from tpengine.training.run import loop as run
-from tpengine.training.trainer import Trainer
 
 
 def die() -> None:

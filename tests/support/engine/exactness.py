@@ -27,7 +27,7 @@ from tpengine.config import (
 )
 from tpengine.data import open_corpus
 from tpengine.layout.parameters import pieces_of, stage_specs
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 STEPS = 3
 # 8 shards and 8 blocks of micro-batches, the most there are; four times the work.

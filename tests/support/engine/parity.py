@@ -10,7 +10,7 @@ import torch
 
 from tpengine.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, validate
 from tpengine.data import open_corpus
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 STEPS = 3
 Outcome = tuple[list[tuple[float, float]], dict[str, tuple[tuple[int, ...], torch.Tensor]]]

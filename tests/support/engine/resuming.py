@@ -9,8 +9,8 @@ import torch
 from tpengine.checkpoint.resume import find_checkpoint
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.training.state.training_state import restore
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
+from tpengine.training.checkpoint_blocks import restore
 
 
 def resumed(config: Config, run_dir: str, num_steps: int) -> Trainer:

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL
 from tpengine.data import Samples
+from tpengine.runs.spike_answers import SpikeAnswers
 from tpengine.train import main
-from tpengine.training.state.spike_answers import SpikeAnswers
 
 # Of a byte's vocabulary: far from what text has in the place of a letter.
 _SHIFT = 100

@@ -31,8 +31,8 @@ from tpengine.plan import Action, Chunk, Kind, Recompute
 from tpengine.plan.actions import COMPUTE
 from tpengine.planner.machine import CPU_CORE
 from tpengine.planner.modelled.costs import action_seconds
-from tpengine.training.profiler.profiler import Profiler
-from tpengine.training.trainer import Trainer
+from tpengine.runs.profiler import Profiler
+from tpengine.runs.trainer import Trainer
 
 # The first loads kernels. Recorded are two, between two that are not.
 NUM_STEPS = 6
@@ -334,5 +334,5 @@ def _slow_link(fault: Fault) -> Iterator[list[SlowLink]]:
         same = {f.name: link for f in fields(comms) if f.name != "tp" and getattr(comms, f.name) is comms.dp}
         return replace(comms, **same)  # type: ignore[arg-type]
 
-    with patch("tpengine.training.trainer.Communicators.of", slow):
+    with patch("tpengine.runs.trainer.Communicators.of", slow):
         yield links

@@ -49,7 +49,7 @@ MODULES = (
     "torch.distributed",
     "torch._dynamo",
     "tpkernels",
-    "tpengine.training.run.loop",
+    "tpengine.runs.loop",
     "tpengine.commands.arguments",
     "tpengine.checkpoint.run_directory",
     "tpengine.checkpoint.resume",

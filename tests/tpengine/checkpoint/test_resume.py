@@ -17,7 +17,7 @@ from tpengine.checkpoint.resume import changes_since, continued_config, find_che
 from tpengine.commands.arguments import ConfigError, parse_config
 from tpengine.config import Config, ParallelConfig, TrainConfig, decay_steps_of, num_evaluated, validate
 from tpengine.config.toml import dump_toml
-from tpengine.training.update.learning_rate import learning_rate
+from tpengine.training.learning_rate import learning_rate
 
 
 def saved_run(tp: int, pp: int, dp: int, num_micro_batches: int = 4) -> Config:

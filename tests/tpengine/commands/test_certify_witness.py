@@ -23,7 +23,7 @@ from tpengine.config import Config
 from tpengine.layers.gradient_sink import WeightTerms
 from tpengine.model.exact import Shards
 from tpengine.plan import Kind
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 ONE = Layout()
 

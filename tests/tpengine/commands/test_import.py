@@ -35,9 +35,9 @@ from tpengine.commands.weights import export
 from tpengine.config import Config
 from tpengine.config.toml import load_toml
 from tpengine.data import open_corpus
-from tpengine.training.state.checkpoints import RunCheckpoints
-from tpengine.training.state.restoring import restore_newest
-from tpengine.training.trainer import Trainer
+from tpengine.runs.checkpoints import RunCheckpoints
+from tpengine.runs.restoring import restore_newest
+from tpengine.runs.trainer import Trainer
 
 SETTINGS = (
     *("--train.seq-len", "32", "--train.micro-batch-size", "2", "--train.num-micro-batches", "2"),

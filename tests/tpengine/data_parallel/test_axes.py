@@ -21,7 +21,7 @@ from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.distributed.mesh import Communicators, Shape
 from tpengine.layout.parameters import kv_replicas
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 _BASE = 64
 

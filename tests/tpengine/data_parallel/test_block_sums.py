@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tpengine.config.exact_sizes import num_gradient_buffers
-from tpengine.data_parallel import BlockSums
+from tpengine.data_parallel.buckets import BlockSums
 
 
 def gradient(step: int, microbatch: int, numel: int) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tpengine.data_parallel import GradientBuckets
 from tpengine.data_parallel.bucket import Bucket
+from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.layout.parameters import BucketLayout
 
 

@@ -16,7 +16,7 @@ from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 from tpkernels.exchange.communicator import Communicator
 
-from tpengine.data_parallel import DataParallel
+from tpengine.modules import DataParallel
 
 NUM_RANKS, STEPS = 2, 4
 

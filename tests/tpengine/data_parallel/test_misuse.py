@@ -12,7 +12,7 @@ from support.ranks.rank_pool import RankPool
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tpengine.data_parallel import DataParallel
+from tpengine.modules import DataParallel
 
 
 def error_of(action: Callable[[], object]) -> str:

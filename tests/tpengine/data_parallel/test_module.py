@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.pending import Work
 
-from tpengine.data_parallel import DataParallel
+from tpengine.modules import DataParallel
 
 TOLERANCE = 1e-9
 

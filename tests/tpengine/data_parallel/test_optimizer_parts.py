@@ -13,8 +13,8 @@ from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 from tpkernels.exchange.communicator import Communicator
 
-from tpengine.data_parallel import ShardedOptimizer
-from tpengine.data_parallel.optimizer_parts import SavedParts
+from tpengine.modules import ShardedOptimizer
+from tpengine.modules.optimizer_parts import SavedParts
 
 
 def model_of() -> nn.Sequential:

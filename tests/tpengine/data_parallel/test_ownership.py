@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from tpengine.data_parallel.ownership import Piece, divide
+from tpengine.modules.ownership import Piece, divide
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim import Optimizer
 from tpkernels.exchange.communicator import Communicator
 
-from tpengine.data_parallel import DataParallel, ShardedOptimizer
-from tpengine.data_parallel.ownership import ELEMENTWISE
+from tpengine.modules import DataParallel, ShardedOptimizer
+from tpengine.modules.ownership import ELEMENTWISE
 
 OPTIONS: dict[type[Optimizer], dict[str, Any]] = {
     torch.optim.SGD: {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
@@ -608,7 +608,7 @@ def test_each_replica_has_its_share_of_the_state(ranks: RankPool, num_frozen: in
 
 
 def run_mutation(name: str) -> list[str]:
-    import tpengine.data_parallel.sharded_optimizer as module
+    import tpengine.modules.sharded_optimizer as module
 
     replicas = Communicator(dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from tpkernels.exchange.communicator import Communicator
 
-from tpengine.data_parallel import DataParallel, ShardedOptimizer
 from tpengine.layers import ColumnParallelLinear, RowParallelLinear
-from tpengine.pipeline import Pipeline
+from tpengine.modules import DataParallel, Pipeline, ShardedOptimizer
 
 DIM, MICRO, ROWS, STEPS = 8, 4, 2, 3
 

@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tpengine.layers
 from tpengine.config import ModelConfig
-from tpengine.data_parallel import DataParallel
 from tpengine.layers import (
     Attention,
     ColumnParallelLinear,
@@ -46,7 +45,7 @@ from tpengine.layers.placement import Placement, cut
 from tpengine.layers.replicated import num_parallel
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
-from tpengine.pipeline import Pipeline
+from tpengine.modules import DataParallel, Pipeline
 
 D, HEADS, HEAD_SIZE, WIDE, VOCAB, SEQ, BATCH = 12, 12, 4, 24, 24, 6, 8
 DTYPE = torch.float64

@@ -26,7 +26,7 @@ from tpengine.data import open_corpus
 from tpengine.layers import Attention, ColumnParallelLinear, RowParallelLinear, SwiGLU
 from tpengine.layers.collectives import WholeRows
 from tpengine.model.transformer import Transformer
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")),

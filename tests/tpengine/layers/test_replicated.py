@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from tpkernels.exchange.communicator import Communicator
 
-from tpengine.data_parallel import DataParallel
 from tpengine.layers import (
     ColumnParallelLinear,
     RMSNorm,
@@ -27,7 +26,7 @@ from tpengine.layers import (
     sharded,
     summed,
 )
-from tpengine.pipeline import Pipeline
+from tpengine.modules import DataParallel, Pipeline
 
 DIM, WIDE, TOKENS = 6, 8, 12
 DTYPE = torch.float64

@@ -47,13 +47,12 @@ from tpkernels.ops.matmul import host as host_gemm
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.data_parallel import BlockSums
+from tpengine.data_parallel.buckets import BlockSums
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.norm import Norm
-from tpengine.training.evaluation.held_out import held_out_loss
-from tpengine.training.evaluation.sampling import sample
+from tpengine.runs.evaluation import held_out_loss, sample
+from tpengine.runs.trainer import Trainer
 from tpengine.training.step_batch import TrainingBatch
-from tpengine.training.trainer import Trainer
 
 OneProcess = Callable[[Config], Bits]
 # What the default run trains.

@@ -34,8 +34,8 @@ from tpengine.checkpoint.save import Saver
 from tpengine.checkpoint.storage import parts_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.training.state.training_state import blocks_of
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
+from tpengine.training.checkpoint_blocks import blocks_of
 
 Layout = tuple[int, int, int]
 # By the name it is saved under: where each block of this rank lies in the global tensor, and its elements.

@@ -37,9 +37,9 @@ from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.data_parallel.weight_buckets import WeightBuckets
 from tpengine.layers import PackedWeights
-from tpengine.training.state.state_check import check_finite
-from tpengine.training.state.training_state import blocks_of
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
+from tpengine.training.checkpoint_blocks import blocks_of
+from tpengine.training.state_check import check_finite
 
 # Layout, stage, residency, dtype, schedule, tied. By default the one that gathers and frees most.
 CASES = [

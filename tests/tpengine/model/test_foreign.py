@@ -20,11 +20,9 @@ from tpkernels.exchange.communicator import Communicator
 
 from tpengine.architectures import gpt2, llama, qwen3
 from tpengine.architectures.describe import column, heads, replicate, row, vocab
-from tpengine.data_parallel import DataParallel, ShardedOptimizer
 from tpengine.layers import clip_grad_norm_, vocab_parallel_cross_entropy
-from tpengine.model.foreign import parallelize, whole_state_dict
-from tpengine.model.foreign.cut import Cut
-from tpengine.pipeline import Pipeline
+from tpengine.modules import DataParallel, Pipeline, ShardedOptimizer, parallelize, whole_state_dict
+from tpengine.modules.rules import Cut
 
 LOGITS, GRADIENTS = 1e-10, 1e-9
 # Not a multiple of 4: the table is padded.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tpengine.model import meta_modules
 from tpengine.model.meta_modules import fill_modules, is_on_meta, materialise
-from tpengine.pipeline import Pipeline
+from tpengine.modules import Pipeline
 
 CPU = torch.device("cpu")
 DIM, NUM = 6, 8

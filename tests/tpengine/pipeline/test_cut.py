@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tpengine.pipeline.cut import cut_by_cost, cut_by_hand
-from tpengine.pipeline.profile import profile
+from tpengine.modules.cut import cut_by_cost, cut_by_hand, profile
 
 
 def test_shapes_and_dtypes_at_every_boundary() -> None:

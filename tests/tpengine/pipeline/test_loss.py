@@ -15,8 +15,7 @@ from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 from tpkernels.exchange.communicator import Communicator
 
-from tpengine.data_parallel import DataParallel
-from tpengine.pipeline import Pipeline
+from tpengine.modules import DataParallel, Pipeline
 from tpengine.pipeline.executor import Trace
 
 MICRO, ROWS, CLASSES, IGNORED = 3, 4, 5, -100

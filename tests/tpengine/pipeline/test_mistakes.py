@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.ranks.rank_pool import RankError, RankPool
 from torch import Tensor, nn
 
-from tpengine.pipeline import Pipeline, sequential
+from tpengine.modules import Pipeline, pipeline
 from tpengine.plan import Plan
 
 
@@ -173,21 +173,21 @@ def test_a_batch_refused_on_one_rank_stops_all(ranks: RankPool, what: str) -> No
 
 
 def another_version(_: int) -> str:
-    lower = sequential.lower
+    lower = pipeline.lower
 
     def other(*arguments: Any, **keywords: Any) -> Plan:
         return dataclasses.replace(lower(*arguments, **keywords), schedule="another")
 
     try:
         if dist.get_rank() == 1:
-            sequential.lower = other
+            pipeline.lower = other
         Pipeline(
             nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.randn(1, 2), nn.functional.mse_loss, num_micro_batches=2
         )
     except RuntimeError as error:
         return str(error)
     finally:
-        sequential.lower = lower
+        pipeline.lower = lower
     return "accepted"
 
 

@@ -24,7 +24,7 @@ from tpengine.data import open_corpus
 from tpengine.pipeline.preload import connect, without_transfers
 from tpengine.plan import Kind, format_actions, parse_actions
 from tpengine.plan.actions import RECEIVES, TRANSFERS
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 CPU = torch.device("cpu")
 

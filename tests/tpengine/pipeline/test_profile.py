@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import Attention, ColumnParallelLinear, SwiGLU
-from tpengine.pipeline import Pipeline
-from tpengine.pipeline.profile import FLOPS_PER_ELEMENT, profile
+from tpengine.modules import Pipeline
+from tpengine.modules.cut import FLOPS_PER_ELEMENT, profile
 from tpengine.plan import TensorSpec
 
 ALONE = Communicator(None)

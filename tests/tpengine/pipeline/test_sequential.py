@@ -19,9 +19,8 @@ from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 from tpkernels.exchange.communicator import Communicator
 
-from tpengine.data_parallel import DataParallel
 from tpengine.layers import RMSNorm, SwiGLU
-from tpengine.pipeline import Pipeline, sequential
+from tpengine.modules import DataParallel, Pipeline, pipeline
 from tpengine.pipeline.executor import Trace
 
 STEPS, MICRO, SIZE = 3, 6, 2
@@ -376,7 +375,7 @@ def sent_from_slots(mutated: bool) -> tuple[int, bool]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Flatten(), nn.Identity())
     inputs = torch.randn(8, 2, 3)
-    with patch.object(sequential, "open_mailbox", lambda *_: None):
+    with patch.object(pipeline, "open_mailbox", lambda *_: None):
         pipe = Pipeline(model, inputs[:1], nn.functional.mse_loss, num_micro_batches=8)
     if mutated:
         pipe.apart = lambda tensor: tensor  # type: ignore[method-assign]

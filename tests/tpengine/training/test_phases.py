@@ -16,9 +16,9 @@ from support.ranks.rank_pool import RankPool
 from tpengine.checkpoint.resume import find_checkpoint
 from tpengine.config import Config, phases_of, validate_run
 from tpengine.data import open_corpora
-from tpengine.training.state.checkpoints import RunCheckpoints
-from tpengine.training.state.restoring import restore_newest
-from tpengine.training.trainer import Trainer
+from tpengine.runs.checkpoints import RunCheckpoints
+from tpengine.runs.restoring import restore_newest
+from tpengine.runs.trainer import Trainer
 
 CPU = torch.device("cpu")
 # Batch ramp-up; longer sequences, of which exact mode makes 2 shards instead of 4; annealing with other sums again.

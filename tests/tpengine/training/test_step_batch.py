@@ -29,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpengine.config import Config
 from tpengine.data import Samples, open_corpus, open_tokens, write_tokens
+from tpengine.runs.trainer import Trainer
 from tpengine.training.planned_run import RunError
 from tpengine.training.step_batch import BatchReader
-from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 

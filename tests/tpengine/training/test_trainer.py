@@ -21,10 +21,9 @@ from tpengine.config import Config, DataConfig
 from tpengine.data import open_corpus, write_tokens
 from tpengine.pipeline.executor import Trace
 from tpengine.plan import parse_action
-from tpengine.training.evaluation.held_out import held_out_loss
-from tpengine.training.evaluation.sampling import sample
+from tpengine.runs.evaluation import held_out_loss, sample
+from tpengine.runs.trainer import Trainer
 from tpengine.training.planned_run import RunError
-from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 # An axis each; several together are slow.

@@ -21,7 +21,7 @@ from tpengine.planner.modelled.activations import activation_bytes
 from tpengine.planner.modelled.caches import prepared_bytes, touched_bytes
 from tpengine.planner.modelled.costs import action_seconds, bytes_per_rank, model_costs
 from tpengine.planner.modelled.operators import Packed
-from tpengine.training.update.optimizer import AdamW
+from tpengine.training.optimizer import AdamW
 
 SMALL = ModelConfig(hidden_size=32, num_layers=8, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=61)
 

@@ -15,9 +15,8 @@ from support.ranks.rank_pool import RankPool
 
 from tpengine.config import Config, validate
 from tpengine.data import open_corpus
-from tpengine.training.evaluation.held_out import evaluation_pass, held_out_loss
-from tpengine.training.evaluation.sampling import read_prompt, sample
-from tpengine.training.trainer import Trainer
+from tpengine.runs.evaluation import evaluation_pass, held_out_loss, read_prompt, sample
+from tpengine.runs.trainer import Trainer
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow

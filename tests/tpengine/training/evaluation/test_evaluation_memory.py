@@ -19,11 +19,11 @@ from support.ranks.rank_pool import RankPool
 from benchmarks.harness.allocations import Allocations
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.training.evaluation import between_steps
-from tpengine.training.evaluation.between_steps import Evaluation
-from tpengine.training.evaluation.held_out import HeldOutLoss
+from tpengine.runs import between_steps
+from tpengine.runs.between_steps import Evaluation
+from tpengine.runs.evaluation import HeldOutLoss
+from tpengine.runs.trainer import Trainer
 from tpengine.training.train_state import TrainState
-from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 

@@ -18,10 +18,9 @@ from support.ranks.rank_pool import RankPool
 
 from tpengine.config import Config, DataConfig
 from tpengine.data import Samples, open_corpus, write_tokens
-from tpengine.training.evaluation.held_out import held_out_loss
-from tpengine.training.evaluation.sampling import read_prompt
+from tpengine.runs.evaluation import held_out_loss, read_prompt
+from tpengine.runs.trainer import Trainer
 from tpengine.training.planned_run import RunError
-from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 NUM_TOKENS, HELD_OUT = 9000, 900

@@ -29,14 +29,12 @@ from tpengine.checkpoint.save import Saver
 from tpengine.config import Config, validate
 from tpengine.config.presets import llama_1b
 from tpengine.data import open_corpus
-from tpengine.data_parallel import DataParallel
 from tpengine.layers import torch_attention
+from tpengine.modules import DataParallel, Pipeline
 from tpengine.observe.metrics import step_record
-from tpengine.pipeline import Pipeline
-from tpengine.training.evaluation.held_out import held_out_loss
-from tpengine.training.evaluation.sampling import sample
-from tpengine.training.state.training_state import blocks_of, restore
-from tpengine.training.trainer import Trainer
+from tpengine.runs.evaluation import held_out_loss, sample
+from tpengine.runs.trainer import Trainer
+from tpengine.training.checkpoint_blocks import blocks_of, restore
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

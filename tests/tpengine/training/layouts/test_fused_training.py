@@ -21,7 +21,7 @@ from tpkernels.exchange.communicator import Communicator
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.distributed.mesh import Communicators
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 pytest.importorskip("triton")
 

@@ -20,8 +20,8 @@ from support.ranks.rank_pool import RankPool
 from tpengine.data import open_corpus
 from tpengine.layers import IGNORED_LABEL
 from tpengine.layout.parameters import EMBEDDING
+from tpengine.runs.trainer import Trainer
 from tpengine.training.step_batch import BatchReader
-from tpengine.training.trainer import Trainer
 
 
 def scale_loss(trainer: Trainer, factor: float) -> None:

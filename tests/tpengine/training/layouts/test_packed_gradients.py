@@ -25,7 +25,7 @@ from tpengine.commands.certify_compare import Tensors, assembled
 from tpengine.commands.certify_witness import Gradients, Values
 from tpengine.config import Config
 from tpengine.layers import gradient_sink
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 Case = tuple[tuple[int, int, int], int, str, int]
 # (dp, tp, pp), stage of ZeRO, schedule, KV heads: one for two ranks of tp is held by both.

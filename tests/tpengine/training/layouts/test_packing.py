@@ -23,11 +23,9 @@ from tpengine.commands.data_check import fit_data
 from tpengine.config import IGNORED_LABEL, Config, validate
 from tpengine.data import open_corpus, write_tokens
 from tpengine.layers import Documents
-from tpengine.training.evaluation.forward_pass import ForwardPass
-from tpengine.training.evaluation.held_out import HeldOutLoss, held_out_losses
-from tpengine.training.evaluation.sampling import read_prompt
+from tpengine.runs.evaluation import ForwardPass, HeldOutLoss, held_out_losses, read_prompt
+from tpengine.runs.trainer import Trainer
 from tpengine.training.planned_run import RunError
-from tpengine.training.trainer import Trainer
 
 VOCAB = 250
 

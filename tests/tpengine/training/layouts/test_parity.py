@@ -15,7 +15,7 @@ from support.ranks.rank_pool import RankPool
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 LAYOUTS = [(dp, tp, pp) for dp in (1, 2) for tp in (1, 2, 4) for pp in (1, 2, 4) if 1 < dp * tp * pp <= 8]
 

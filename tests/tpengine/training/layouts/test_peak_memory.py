@@ -23,10 +23,10 @@ from benchmarks.harness.allocations import Allocations
 from tpengine.config import Config, validate
 from tpengine.config.settings import ModelDetails
 from tpengine.data import open_corpus
-from tpengine.data_parallel import GradientBuckets
+from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.planner.modelled import caches
 from tpengine.planner.modelled.memory import memory_of
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ from support.ranks.rank_pool import RankPool
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.plan import clock
-from tpengine.training.evaluation.held_out import held_out_loss
-from tpengine.training.trainer import Trainer
+from tpengine.runs.evaluation import held_out_loss
+from tpengine.runs.trainer import Trainer
 
 SPLIT = ("zb-h1", "zbv")
 

@@ -20,12 +20,10 @@ from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import Config
 from tpengine.data import Corpus, open_corpus
-from tpengine.data_parallel import DataParallel
-from tpengine.pipeline import Pipeline
+from tpengine.modules import DataParallel, Pipeline
+from tpengine.runs.evaluation import held_out_loss, sample
+from tpengine.runs.trainer import Trainer
 from tpengine.training import step_batch
-from tpengine.training.evaluation.held_out import held_out_loss
-from tpengine.training.evaluation.sampling import sample
-from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -86,7 +84,7 @@ def calls_of_users_model() -> list[list[Call]]:
     for rank in range(4):
         with fake_rank(rank, 4) as recorder, pytest.MonkeyPatch.context() as patch:
             # What rank 0 says no fake rank hears.
-            patch.setattr("tpengine.pipeline.profile.broadcast_json", tell)
+            patch.setattr("tpengine.modules.cut.broadcast_json", tell)
             pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
             stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
             model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))

@@ -16,9 +16,8 @@ from support.ranks.rank_pool import RankPool
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.plan import Kind
-from tpengine.training.evaluation.held_out import held_out_loss
-from tpengine.training.evaluation.sampling import sample
-from tpengine.training.trainer import Trainer
+from tpengine.runs.evaluation import held_out_loss, sample
+from tpengine.runs.trainer import Trainer
 
 STAGES = [(1, "auto"), (2, "auto"), (3, "step"), (3, "use")]
 LAYOUTS = [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)]

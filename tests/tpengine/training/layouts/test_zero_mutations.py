@@ -19,7 +19,7 @@ from torch import Tensor
 from tpkernels.exchange.pending import Work
 
 from tpengine.data import open_corpus
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 
 def around_wait(trainer: Trainer, change: Callable[[Tensor, Tensor], Tensor]) -> None:

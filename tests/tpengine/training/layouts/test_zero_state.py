@@ -28,9 +28,9 @@ from tpengine.data_parallel.bucket import Bucket
 from tpengine.layout.parameters import stage_specs
 from tpengine.layout.state_bytes import StateBytes, num_weights, state_bytes
 from tpengine.layout.step_plan import layout_of
-from tpengine.training.state.state_check import check_finite, check_replicas
-from tpengine.training.state.training_state import blocks_of
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
+from tpengine.training.checkpoint_blocks import blocks_of
+from tpengine.training.state_check import check_finite, check_replicas
 
 CPU = torch.device("cpu")
 # Bytes per weight, whole and divided by the number of replicas, by dtype and stage.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tpengine.training.profiler.chosen import steps_after_warm_up
+from tpengine.runs.profiler import steps_after_warm_up
 
 
 @pytest.mark.parametrize(

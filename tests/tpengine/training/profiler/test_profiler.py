@@ -44,9 +44,9 @@ from tpengine.plan import Action, Kind, Plan
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, WEIGHT_GRADIENT
 from tpengine.planner.modelled.memory import memory_of
 from tpengine.planner.profiles.file import read_profile
-from tpengine.training.profiler.clocks import clock_of
-from tpengine.training.profiler.profiler import Profiler, crowding, num_local_ranks
-from tpengine.training.trainer import Trainer
+from tpengine.runs.meter import clock_of
+from tpengine.runs.profiler import Profiler, crowding, num_local_ranks
+from tpengine.runs.trainer import Trainer
 
 CPU = torch.device("cpu")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
@@ -64,7 +64,7 @@ def plan_of(config: Config) -> Plan:
 
 def recorded_step(config: Config, has_mailbox: bool) -> tuple[int, bytes]:
     """Train two steps; return the rank's stage and what it records of the second."""
-    with contextlib.nullcontext() if has_mailbox else patch("tpengine.training.trainer.open_mailbox", lambda *_: None):
+    with contextlib.nullcontext() if has_mailbox else patch("tpengine.runs.trainer.open_mailbox", lambda *_: None):
         trainer = Trainer(config, open_corpus(config), CPU)
     trainer.step.run(0)
     trace = trainer.step.executor.trace = Trace()

@@ -12,9 +12,8 @@ from support.ranks.rank_pool import RankPool
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.training.profiler.peers import Peers
-from tpengine.training.profiler.waiting import AwaitedRanks, awaited
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
+from tpengine.runs.waiting import AwaitedRanks, Peers, awaited
 
 
 def who_waits_for_whom(config: Config) -> dict[str, dict[str, list[int]]]:

@@ -19,7 +19,7 @@ from tpkernels.ops.attention.choice import Gpu
 
 from tpengine.config import Config, validate, validate_run
 from tpengine.config.presets import preset_config
-from tpengine.training.run.attention_taken import attention_taken
+from tpengine.runs.opening import attention_taken
 
 GPU = torch.device("cuda", 0)
 

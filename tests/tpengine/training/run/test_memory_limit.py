@@ -19,7 +19,7 @@ from tpengine.layout.state_bytes import state_bytes
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Residency
 from tpengine.planner.modelled.memory import decided_residency, memory_of, smaller_settings
-from tpengine.training.run.memory_limit import fitting_residency, memory_limit
+from tpengine.runs.memory_limit import fitting_residency, memory_limit
 
 CPU = torch.device("cpu")
 
@@ -93,12 +93,12 @@ def test_gathered_weights_stay_while_they_fit() -> None:
 
 
 def test_without_a_limit_a_host_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpengine.training.run.memory_limit.available_bytes", lambda: 1000)
+    monkeypatch.setattr("tpengine.runs.memory_limit.available_bytes", lambda: 1000)
     config = config_of(2, 1, 2, tied=False, kv_heads=2)
     assert memory_limit(config, Launch(0, 4, 0, 4), CPU) == 250
     assert memory_limit(limited(config, 7), Launch(0, 4, 0, 4), CPU) == 7
     with pytest.raises(ValueError, match="more than what there is"):
         fitting_residency(config, Launch(0, 4, 0, 4), CPU)
     # Unknown: nothing is refused.
-    monkeypatch.setattr("tpengine.training.run.memory_limit.available_bytes", lambda: 0)
+    monkeypatch.setattr("tpengine.runs.memory_limit.available_bytes", lambda: 0)
     assert fitting_residency(config, Launch(0, 4, 0, 4), CPU) is Residency.STEP

@@ -24,10 +24,10 @@ from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.observe.console import console_for
 from tpengine.observe.metrics import MetricsWriter
+from tpengine.runs import loop as run
+from tpengine.runs.trainer import Trainer
 from tpengine.training.planned_run import RunError
-from tpengine.training.run import loop as run
 from tpengine.training.train_state import TrainState
-from tpengine.training.trainer import Trainer
 
 SMALL = (
     *("--model.hidden-size", "32", "--model.num-heads", "4", "--model.ffn-size", "48", "--model.num-layers", "1"),

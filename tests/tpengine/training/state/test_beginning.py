@@ -27,10 +27,10 @@ from tpengine.hugging_face.names import stored_of
 from tpengine.hugging_face.read import BoxReader
 from tpengine.layout.parameters import ParameterSpec, stage_specs
 from tpengine.model.transformer import Transformer
+from tpengine.runs.restoring import begin_from, check_beginning
+from tpengine.runs.trainer import Trainer
+from tpengine.training.checkpoint_blocks import masters_of
 from tpengine.training.planned_run import RunError
-from tpengine.training.state.beginning import begin_from, check_beginning
-from tpengine.training.state.training_state import masters_of
-from tpengine.training.trainer import Trainer
 
 
 def begun_pieces(config: Config) -> Pieces:

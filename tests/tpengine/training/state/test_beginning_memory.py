@@ -23,10 +23,10 @@ from tpengine.data import open_corpus
 from tpengine.dtypes import FILE_BITS
 from tpengine.hugging_face.directory import Source
 from tpengine.hugging_face.read import REGION_BYTES, BoxReader
-from tpengine.training.state import beginning as beginning_module
-from tpengine.training.state.beginning import begin_from, check_beginning
-from tpengine.training.state.training_state import masters_of
-from tpengine.training.trainer import Trainer
+from tpengine.runs import restoring as beginning_module
+from tpengine.runs.restoring import begin_from, check_beginning
+from tpengine.runs.trainer import Trainer
+from tpengine.training.checkpoint_blocks import masters_of
 
 
 @contextlib.contextmanager

@@ -14,14 +14,14 @@ from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
 
 import tpengine.checkpoint.storage as storage
-import tpengine.training.state.checkpoints as run_checkpoints
+import tpengine.runs.checkpoints as run_checkpoints
 from tpengine.checkpoint.index import FileEntry
 from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.runs.checkpoints import RunCheckpoints
+from tpengine.runs.trainer import Trainer
 from tpengine.training.planned_run import RunError
-from tpengine.training.state.checkpoints import RunCheckpoints
-from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 

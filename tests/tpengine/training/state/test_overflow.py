@@ -24,11 +24,11 @@ from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.runs.skipped_steps import SkippedSteps
+from tpengine.runs.trainer import Trainer
+from tpengine.training.checkpoint_blocks import blocks_of
+from tpengine.training.optimizer import FIRST_SCALE, FLOOR
 from tpengine.training.planned_run import RunError
-from tpengine.training.state.skipped_steps import SkippedSteps
-from tpengine.training.state.training_state import blocks_of
-from tpengine.training.trainer import Trainer
-from tpengine.training.update.loss_scale import FIRST_SCALE, FLOOR
 
 OVERFLOW, STEPS = 2, 4
 Digests = dict[Any, Any]

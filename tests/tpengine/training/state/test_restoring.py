@@ -21,11 +21,11 @@ from tpengine.checkpoint.save import Saver
 from tpengine.checkpoint.storage import parts_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.runs import restoring
+from tpengine.runs.restoring import restore_newest
+from tpengine.runs.trainer import Trainer
+from tpengine.training.checkpoint_blocks import blocks_of
 from tpengine.training.planned_run import RunError
-from tpengine.training.state import restoring
-from tpengine.training.state.restoring import restore_newest
-from tpengine.training.state.training_state import blocks_of
-from tpengine.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 SHARD = "rank-00001-of-00002.safetensors"

@@ -40,14 +40,13 @@ from tpengine.checkpoint.save import Saver
 from tpengine.config import Config, phases_of
 from tpengine.data import open_corpus
 from tpengine.observe.activity import Activity
+from tpengine.runs import loop as run
+from tpengine.runs import skipped_steps
+from tpengine.runs.skipped_steps import Finding, SkippedSteps
+from tpengine.runs.trainer import Trainer
+from tpengine.training.checkpoint_blocks import blocks_of
 from tpengine.training.planned_run import RunError
-from tpengine.training.run import loop as run
-from tpengine.training.state import skipped_steps
-from tpengine.training.state.diagnosis import Finding
-from tpengine.training.state.skipped_steps import SkippedSteps
-from tpengine.training.state.training_state import blocks_of
-from tpengine.training.trainer import Trainer
-from tpengine.training.update.step_result import StepResult
+from tpengine.training.spikes import StepResult
 
 # What goes wrong where: (step, micro-batch over all replicas) -> what of the loss.
 Poison = Mapping[tuple[int, int], str]

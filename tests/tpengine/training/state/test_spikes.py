@@ -22,9 +22,9 @@ from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config, validate
 from tpengine.data import open_corpus
-from tpengine.training.state.training_state import blocks_of
-from tpengine.training.trainer import Trainer
-from tpengine.training.update.spikes import Limits
+from tpengine.runs.trainer import Trainer
+from tpengine.training.checkpoint_blocks import blocks_of
+from tpengine.training.spikes import Limits
 
 LEAP, STEPS = 7, 9
 # The labels of one of four micro-batches are scrambled.

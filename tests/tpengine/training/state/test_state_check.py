@@ -20,10 +20,10 @@ from torch import Tensor
 from tpengine.checkpoint.resume import checkpoints_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.runs.checkpoints import RunCheckpoints
+from tpengine.runs.trainer import Trainer
 from tpengine.training.planned_run import RunError
-from tpengine.training.state.checkpoints import RunCheckpoints
-from tpengine.training.state.state_check import bits_hash
-from tpengine.training.trainer import Trainer
+from tpengine.training.state_check import bits_hash
 
 CPU = torch.device("cpu")
 

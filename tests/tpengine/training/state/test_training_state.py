@@ -24,9 +24,9 @@ from tpengine.checkpoint.save import Saver
 from tpengine.checkpoint.storage import Block
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.training.evaluation.forward_pass import ForwardPass
-from tpengine.training.state.training_state import blocks_of, restore
-from tpengine.training.trainer import Trainer
+from tpengine.runs.evaluation import ForwardPass
+from tpengine.runs.trainer import Trainer
+from tpengine.training.checkpoint_blocks import blocks_of, restore
 
 CPU = torch.device("cpu")
 BEFORE, AFTER = 3, 3

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpengine.layout.slices import BLOCK
-from tpengine.training.update.gradient_norm import squares_of_blocks
+from tpengine.training.gradient_norm import squares_of_blocks
 
 
 @pytest.mark.parametrize("numel", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7])

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from tpengine.config import Config, OptimConfig, validate
-from tpengine.training.update.learning_rate import learning_rate
-from tpengine.training.update.picture import draw_learning_rate
+from tpengine.planner.draw.learning_rate import draw_learning_rate
+from tpengine.training.learning_rate import learning_rate
 
 LR, RATIO, N, W = 2.0, 0.1, 60, 7
 

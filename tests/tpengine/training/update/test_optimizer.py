@@ -11,9 +11,9 @@ from torch.optim.adamw import adamw
 from tpkernels.launch import by_triton
 
 from tpengine.config import OptimConfig
-from tpengine.training.update.gradient_norm import squares_of_blocks
-from tpengine.training.update.learning_rate import learning_rate
-from tpengine.training.update.optimizer import AdamW, clip_
+from tpengine.training.gradient_norm import squares_of_blocks
+from tpengine.training.learning_rate import learning_rate
+from tpengine.training.optimizer import AdamW, clip_
 
 
 def test_learning_rate_warms_up_and_ends_at_the_minimum() -> None:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from tpengine.config import SpikeRule, spike_rule_of
-from tpengine.training.update.spikes import Limits, SpikeWindow
+from tpengine.training.spikes import Limits, SpikeWindow
 
 
 def window_of(

@@ -20,7 +20,7 @@ from tpkernels.ops import clip, tensor_table
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.training.trainer import Trainer
+from tpengine.runs.trainer import Trainer
 
 pytest.importorskip("triton")
 

@@ -1,0 +1,240 @@
+"""What a run says and writes before its first step: plan, phases, attention, configuration, the writer of metrics.
+
+Whose attention is taken is known before a process group exists. The layers choose for each call, by the same function
+(tpkernels.ops.attention.choice).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from tpkernels.ops.attention.choice import Choice, Problem, Whose, choose
+
+from tpengine.architectures import describe
+from tpengine.architectures.model_path import dropout_not_taken
+from tpengine.architectures.registry import architecture_of
+from tpengine.checkpoint.resume import Checkpoint, changes_since
+from tpengine.checkpoint.run_directory import write_config
+from tpengine.config import Config, decay_steps_of, phases_of
+from tpengine.config.lengths import amount_of
+from tpengine.config.rules import zero_in_words
+from tpengine.distributed.agreement import broadcast_json
+from tpengine.files import write_beside
+from tpengine.hugging_face.directory import ModelDirectory
+from tpengine.hugging_face.tokenizer_files import hand_on, keep_source
+from tpengine.last_words import RANK_FAILED, USER_ERROR
+from tpengine.observe.console import show_padding, show_phases, show_plan
+from tpengine.observe.metrics import BackgroundWriter, MetricsWriter
+from tpengine.observe.wandb_run import WandbRun
+from tpengine.planner.draw.learning_rate import draw_learning_rate
+from tpengine.planner.machine import machine_on
+from tpengine.planner.modelled.memory import memory_of
+from tpengine.runs.job import Job
+from tpengine.training.planned_run import PlannedPhase, PlannedRun, RunError
+from tpengine.training.train_state import TrainState
+
+_NAMES = {"cudnn": "cuDNN", "flash": "FlashAttention", "math": "unfused", "varlen": "varlen_attn"}
+
+
+def attention_taken(config: Config, device: torch.device) -> str:
+    """Return whose attention the layers of a run take, and why, in one line; phase by phase where phases differ.
+
+    Args:
+        config: validated.
+        device: where this rank computes.
+
+    Raises:
+        ValueError: train.attention is torch, and torch does not compute the attention of a layer alike.
+    """
+    if config.train.reduction == "exact":
+        return "ours: exact mode's bits repeat"
+    said = [_of_phase(phase.config, config.train.attention, device) for phase in phases_of(config)]
+    text = said[0] if len(set(said)) == 1 else "; ".join(f"phase {i}: {words}" for i, words in enumerate(said, 1))
+    repeats = "torch's" not in text or config.train.attention == "torch"
+    return text if repeats else f"{text}; gradients may differ from run to run: --train.attention ours repeats them"
+
+
+def _of_phase(config: Config, whose: Whose, device: torch.device) -> str:
+    """Return whose attention the layers of a phase take; with how many of them, where they differ."""
+    counts: dict[str, int] = {}
+    for problem, number in _problems(config, device).items():
+        said = _words(choose(problem, whose))
+        counts[said] = counts.get(said, 0) + number
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{text} ({number} of {sum(counts.values())} layers)" for text, number in counts.items())
+
+
+def _words(choice: Choice) -> str:
+    whose = "ours" if choice.backend is None else f"torch's {_NAMES[choice.backend]}"
+    return f"{whose}: {choice.reason}"
+
+
+def _problems(config: Config, device: torch.device) -> dict[Problem, int]:
+    """Return what the layers ask for, and how many of them each."""
+    model, train, tp = config.model, config.train, config.parallel.tp or 1
+    architecture = architecture_of(model)
+    sizes = model.num_heads // tp, max(1, model.num_kv_heads // tp), model.head_size
+    dtype, packed = getattr(torch, train.dtype), config.data.packing != "cut"
+    found: dict[Problem, int] = {}
+    for layer in range(model.num_layers):
+        for part in architecture.block(model, layer).values():
+            if isinstance(part, describe.Attention):
+                windowed = 0 < part.window < train.seq_len
+                one = Problem(device, dtype, train.seq_len, *sizes, windowed, packed, model.attention_dropout > 0)
+                found[one] = found.get(one, 0) + 1
+    return found
+
+
+@contextlib.contextmanager
+def open_writer(
+    planned: PlannedRun, state: TrainState, job: Job, console: Console, checkpoint: Checkpoint | None
+) -> Iterator[BackgroundWriter | None]:
+    """Show the plan, write the resolved configuration, and yield the writer of metrics, closed at the end; collective.
+
+    Raises:
+        RunError: on all ranks alike: rank 0 cannot write into the run directory.
+    """
+    writer, problem = None, ""
+    if job.run_dir is not None:
+        _say_what_will_happen(planned, state, job, job.run_dir, console, checkpoint)
+        first_step = checkpoint.index.step if checkpoint is not None else 0
+        try:
+            _write_config(planned.config, job.device, job.run_dir)
+            _keep_beginning(job)
+            picture = draw_learning_rate(
+                planned.rate, job.config.train.steps, [phase.first_step for phase in planned.phases][1:]
+            )
+            write_beside(job.run_dir / "learning_rate.svg", picture.encode())
+            wandb = None
+            if job.config.train.wandb:
+                settings, continues = asdict(planned.config), bool(first_step)
+                wandb = WandbRun(job.config.train.wandb, job.run_dir, settings, continues=continues)
+            writer = MetricsWriter(job.run_dir, first_step or None, wandb)
+        except OSError as error:
+            problem = f"the run directory must take the run's files: {error}: fix that or use another --run-dir"
+        except ValueError as error:
+            problem = str(error)
+    problem = broadcast_json(problem)
+    if problem:
+        raise RunError(problem)
+    behind = None
+    try:
+        if writer is not None:
+            _say_what_is_written(writer, console)
+        behind = None if writer is None else BackgroundWriter(writer)
+        yield behind
+    except BaseException as error:
+        if behind is not None:
+            behind.exit_code = USER_ERROR if isinstance(error, RunError) else RANK_FAILED
+        raise
+    finally:
+        if behind is not None:
+            behind.close()
+
+
+def _say_what_will_happen(
+    planned: PlannedRun,
+    state: TrainState,
+    job: Job,
+    run_dir: Path,
+    console: Console,
+    checkpoint: Checkpoint | None,
+) -> None:
+    config, device = state.part.config, state.rank.device
+    exchange = state.rank.comms.describe(state.rank.mailbox)
+    attention = attention_taken(planned.config, device)
+    show_plan(
+        console, config, state.part.layout, state.part.plan, device, exchange, run_dir, job.shared_cores, attention
+    )
+    if said := zero_in_words(config.parallel):
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+    for part in planned.parts:
+        show_padding(console, part.corpus.padding(), part.config.train.seq_len)
+    show_phases(console, planned.phases, [_peak(part, device) for part in planned.parts])
+    if config.resume:
+        # What a checkpoint has are the settings of its last step's phase.
+        done = 0 if checkpoint is None else checkpoint.index.step
+        phase_config = planned.at(max(done - 1, 0)).config
+        used = replace(phase_config, device="cuda" if device.type == "cuda" else "cpu")
+        _say_what_is_resumed(console, used, checkpoint)
+    _say_where_learning_ends(console, planned)
+    if isinstance(job.beginning, ModelDirectory) and (left_out := dropout_not_taken(config.model)):
+        console.print(left_out, markup=False, highlight=False, soft_wrap=True)
+
+
+def _peak(part: PlannedPhase, device: torch.device) -> int:
+    return max(rank.peak for rank in memory_of(part.config, part.layout, part.plan, machine_on(device.type)))
+
+
+def _say_what_is_written(writer: MetricsWriter, console: Console) -> None:
+    if writer.kept is not None:
+        with contextlib.suppress(OSError):  # stderr may be closed
+            print(f"tpengine: an earlier run's metrics are kept as {writer.kept}", file=sys.stderr)
+    if not writer.tensorboard:
+        console.print(
+            "TensorBoard events are off: pip install 'tpengine[tensorboard]' turns them on",
+            markup=False,
+            highlight=False,
+        )
+
+
+def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoint | None) -> None:
+    """Say at which step the run continues, and which settings differ from those of the checkpoint."""
+    if checkpoint is None:
+        lines = ["no checkpoint yet: starting at step 1"]
+    else:
+        step = checkpoint.index.step
+        lines = [f"continuing at step {step + 1}" if step < config.train.steps else f"all {step} steps are done"]
+        changes = changes_since(checkpoint.index, config)
+        threads, saved_threads = torch.get_num_threads(), checkpoint.index.state.get("threads")
+        if config.train.reduction == "fast" and saved_threads not in (None, threads):
+            changes.append(f"threads per rank from {saved_threads} to {threads}, which may change the last bits")
+        lines += [f"changed since the checkpoint: {change}" for change in changes]
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _say_where_learning_ends(console: Console, planned: PlannedRun) -> None:
+    """Warn if the learning-rate schedule ends before the run, as after resuming with more steps."""
+    config = planned.config
+    if planned.phases[-1].schedule:
+        return  # a schedule of a later phase's own, which is as long as that
+    steps, lowest = config.train.steps, config.optim.lr * config.optim.min_lr_ratio
+    amounts = (decay_steps_of(config), config.optim.warmup_steps)
+    end, warmup = (amount_of(amount, "a schedule") for amount in amounts)
+    last = max(end.number, warmup.number + 2)
+    if config.optim.schedule != "constant" and end.unit == warmup.unit == "steps" and last < steps:
+        line = (
+            f"the learning rate is at its end, {lowest:g}, from step {last} on: --optim.decay-steps {steps} would "
+            "stretch its schedule over the whole run"
+        )
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _write_config(config: Config, device: torch.device, run_dir: Path) -> None:
+    """Write config.toml, from which the run can be repeated or continued; keep a different earlier one aside."""
+    resolved = replace(
+        config,
+        run_dir=str(run_dir),
+        device="cuda" if device.type == "cuda" else "cpu",
+        resume=False,
+    )
+    write_config(resolved, run_dir, keeps_equal=config.resume)
+
+
+def _keep_beginning(job: Job) -> None:
+    """Keep, beside the run, what goes with the weights it begins with."""
+    if job.run_dir is None or job.checkpoint is not None or job.beginning is None:
+        return
+    if isinstance(job.beginning, ModelDirectory):
+        keep_source(job.beginning, job.run_dir)
+    else:
+        # A checkpoint lies two folders below its run.
+        hand_on(job.beginning[0].parent.parent, job.run_dir)

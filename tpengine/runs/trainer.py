@@ -1,0 +1,127 @@
+"""The trainer: plans a run, connects its ranks, builds its state, and has a step for each phase in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tpengine.checkpoint.rollbacks import left_out
+from tpengine.config import Config
+from tpengine.data import Corpus, Position
+from tpengine.distributed.mesh import Communicators, Shape, build_mesh, exchange_seconds
+from tpengine.distributed.process import link_device
+from tpengine.layout.parameters import kv_replicas
+from tpengine.layout.step_plan import evaluation_micro_batches, forward_plan
+from tpengine.observe.activity import Activity
+from tpengine.pipeline.executor import Trace
+from tpengine.pipeline.preload import connect
+from tpengine.pipeline.transfers import open_mailbox
+from tpengine.plan import Residency
+from tpengine.training.next_phase import enter_phase
+from tpengine.training.planned_run import PlannedRun, planned_run
+from tpengine.training.train_state import RankContext, TrainState
+from tpengine.training.train_step import TrainStep
+
+
+class Trainer:
+    """One rank of a training run.
+
+    Args:
+        config: validated configuration (config.validate), equal on all ranks.
+        corpus: the text, equal on all ranks.
+        device: where this rank computes.
+        trace: records what the executor runs; None records nothing.
+        activity: told what this rank does; None if nothing watches it.
+        residency: what was decided where the configuration leaves it open, the same on all ranks; as layout_of.
+        draws: draw the initial weights. Without, they hold anything but in padding, until somebody loads them.
+        corpora: the text of each phase (data.open_corpora); default `corpus` in all of them.
+        packs_gradients: as layout_of; default on CUDA.
+
+    Attributes:
+        planned: the run's phases, each with its plan.
+        state: what a checkpoint holds, in the current phase.
+        step: runs the steps of the current phase; `enter_phase_of` makes another.
+
+    Raises:
+        ValueError: the plan fails verification (a bug of a schedule, named).
+        RunError: ranks differ in plan, configuration or text.
+
+    The constructor is collective; the default process group must exist. With train.reduction exact it makes torch
+    deterministic for the whole process (distributed.make_deterministic).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        device: torch.device,
+        trace: Trace | None = None,
+        activity: Activity | None = None,
+        residency: Residency | None = None,
+        draws: bool = True,
+        corpora: Sequence[Corpus] | None = None,
+        packs_gradients: bool | None = None,
+    ) -> None:
+        # Plan: who holds what, and the order of actions, in every phase.
+        packs = device.type == "cuda" if packs_gradients is None else packs_gradients
+        self.planned = planned_run(config, corpus, corpora, residency, packs)
+        # Compare first: ranks that differ in layout could not make the groups below.
+        self.planned.check_ranks(device)
+        # Connect: the mesh, its groups and their communicators.
+        rank = _connect(self.planned, device, activity or Activity())
+        # Build: model, gradient buckets, optimizer; then what runs the steps.
+        self.state = TrainState(rank, self.planned.parts[0])
+        if draws:
+            self.state.draw_weights()
+        else:
+            self.state.clear_padding()
+        self.step = TrainStep(self.state, self.planned.rate, self.position, trace)
+        if self.step.preloads:
+            connect(self.state.part.plan, rank.mesh.at.pp, rank.mesh.pp, link_device(device))
+
+    def enter_phase_of(self, step: int) -> bool:
+        """Enter the phase of a step, if it is another; collective.
+
+        Returns:
+            Whether it is another.
+        """
+        part = self.planned.at(step)
+        if part is self.state.part:
+            return False
+        self.state.rank.activity.begin("entering the next phase")
+        self.close()
+        enter_phase(self.state, part)
+        self.step = TrainStep(self.state, self.planned.rate, self.position, self.step.executor.trace)
+        return True
+
+    def close(self) -> None:
+        """End the thread that reads ahead; a step that follows on this reads again."""
+        self.step.close()
+
+    def position(self, step: int) -> Position:
+        """Return where the run is in its samples before a step; those of rollbacks are left out."""
+        phase = self.planned.phases.at(step)
+        return Position(phase.order, phase.samples_before(step), left_out(self.state.rollbacks).get(phase.order, ()))
+
+    def position_after(self, step: int) -> Position:
+        """Return where the run is, in the order of samples of a step's phase, after that step."""
+        return self.position(step).after(self.planned.phases.at(step).samples_per_step)
+
+
+def _connect(planned: PlannedRun, device: torch.device, activity: Activity) -> RankContext:
+    """Make the groups, arenas and mailbox of all phases; collective."""
+    config, layout = planned.config, planned.parts[0].layout
+    shape = Shape.of(config.parallel)
+    ends = (layout.ranks[0], layout.ranks[-1]) if config.model.tie_embeddings else None
+    mesh = build_mesh(shape, link_device(device).type, kv_replicas(config.model, shape.tp), ends)
+    comms = Communicators.of(mesh, planned.largest, device)
+    comms.connect(link_device(device))
+    # Evaluation and sampling use the mailbox too.
+    passes = (
+        forward_plan(part.config, part.layout, num_micro_batches, part.config.train.micro_batch_size)
+        for part in planned.parts
+        for num_micro_batches in {1, max(1, evaluation_micro_batches(part.config))}
+    )
+    plans = (*(part.plan for part in planned.parts), *passes)
+    return RankContext(device, mesh, comms, open_mailbox(plans, mesh.pp, device, exchange_seconds(config)), activity)

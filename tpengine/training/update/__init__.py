@@ -1,1 +1,0 @@
-"""The update of a step, after its gradients are summed; see README.md."""
