@@ -32,9 +32,9 @@ from tpengine.generation.decoder import MOST_ROWS, Decoder, rows_to_prepare
 from tpengine.generation.rank import build, fill
 from tpengine.generation.text import Drawing
 from tpengine.layout.step_plan import layout_of
+from tpengine.model.meta_modules import Uninitialized
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
-from tpengine.model.undrawn import Undrawn
 
 _GREEDY = Drawing(temperature=0)
 
@@ -78,7 +78,7 @@ class Member:
         # Without a cache: training's layers, whose rows are cut over tp.
         comms = self._ranks.comms
         parts = FastParts(config.model, comms.tp, replicas=comms.replica, dtype=torch.float32)
-        with Undrawn():
+        with Uninitialized():
             self._training = Transformer(parts).requires_grad_(False)
         for model, num_rows in ((self._ranks.model, rows_to_prepare(1)), (self._training, MOST_ROWS)):
             fill(model, config)

@@ -32,9 +32,9 @@ from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.names import stored_of
 from tpengine.hugging_face.read import BoxReader
 from tpengine.layout.step_plan import layout_of
+from tpengine.model.meta_modules import Uninitialized
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
-from tpengine.model.undrawn import Undrawn
 from tpengine.runs.restoring import check_beginning
 
 _PAGE_BYTES = 4096
@@ -129,7 +129,7 @@ class Member:
         model = self._config.model
         found = check_beginning(model)
         assert isinstance(found, ModelDirectory)
-        with Undrawn():
+        with Uninitialized():
             self._model = Transformer(FastParts(model, self._tp, dtype=torch.float32), chunks=self._chunks)
         places = stored_of(model)
         with BoxReader(found) as reader:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tpengine import trust
 from tpengine.architectures import gemma3, gpt2, llama, mistral, qwen2, qwen3
 from tpengine.architectures.describe import Architecture, ConfigJson
-from tpengine.architectures.describe.table import Found, check_table, find
+from tpengine.architectures.table import Found, check_table, find
 from tpengine.config import ModelConfig
 from tpengine.config.ranges import check_model_sizes
 from tpengine.spelling import use

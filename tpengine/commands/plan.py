@@ -30,7 +30,7 @@ from tpengine.config import Config, Phase, phases_of, validate_run
 from tpengine.config.lengths import MOST_STEPS
 from tpengine.config.ranges import divisors, nearest_of
 from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
-from tpengine.layout.phase_layouts import longest_of
+from tpengine.layout.step_plan import longest_of
 from tpengine.plan import SCHEDULES
 from tpengine.planner.advice.question import Candidate, Question
 from tpengine.planner.advice.sheets import Sheet, memory_lines

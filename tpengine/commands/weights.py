@@ -31,8 +31,8 @@ from typing import Any, TextIO, cast
 import torch
 from torch import Tensor
 
+from tpengine.architectures.config_json import written_rope
 from tpengine.architectures.describe import Attention
-from tpengine.architectures.describe.rope import written_rope
 from tpengine.architectures.registry import architecture_of
 from tpengine.checkpoint.index import (
     CheckpointError,

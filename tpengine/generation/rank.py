@@ -25,9 +25,9 @@ from tpengine.layers.collectives import WholeRows
 from tpengine.layers.rows import cache_bytes
 from tpengine.layout.parameters import kv_replicas, pieces_of, stage_specs
 from tpengine.layout.step_plan import Layout, layout_of
+from tpengine.model.meta_modules import Uninitialized
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
-from tpengine.model.undrawn import Undrawn
 from tpengine.runs.restoring import Beginning, check_beginning, fill_from_files, on_all_ranks
 from tpengine.training.checkpoint_blocks import hf_name, load_blocks, weights_of_model
 from tpengine.training.planned_run import RunError
@@ -48,7 +48,7 @@ def build(config: Config, layout: Layout, device: torch.device) -> Ranks:
     comms.connect(link)
     dtype = getattr(torch, config.train.dtype)
     parts = FastParts(config.model, WholeRows(comms.tp), replicas=comms.replica, dtype=dtype, device=device)
-    with Undrawn():
+    with Uninitialized():
         model = Transformer(parts, chunks=layout.layers_of(mesh.at.pp))
     return Ranks(config, layout, mesh, comms, model.requires_grad_(False), device)
 

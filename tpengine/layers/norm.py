@@ -126,7 +126,7 @@ class Norm(nn.Module):
         """x[T/tp, D] -> y[T/tp, D]."""
         return self.in_blocks(x, (self.sink,))
 
-    # What `add` and `beside` do without calling the module: see model/residual.py.
+    # What `add` and `beside` do without calling the module: see model/block.py.
     plain_forward = forward
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,7 @@
 """Which rank holds what, and the plan of a step that follows from it. No torch.
 
 parameters.py   the table of parameters: names, shapes, how each is cut, its gradient bucket
-step_plan.py    from a configuration to verified plans
-phase_layouts.py  the layout of each phase of a run
+step_plan.py    from a configuration to verified plans; the layout of each phase of a run
 flops.py        model flops and hardware flops of a step
 slices.py       how buckets and tensors are cut over data-parallel replicas (ZeRO)
 state_bytes.py  what a rank holds from step to step, in bytes

@@ -3,6 +3,7 @@
 Torch-free, so that every rank can build the plan of all ranks and compare its digest, and so that a plan can be
 looked at on a machine without torch. The generic machinery (actions, schedules, lowering, verification) is in
 plan/; here is only what a transformer of this configuration puts into it.
+The phases of a run have one layout as far as the same model and gradient buffers serve them all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from tpkernels.work import attention_work, matmul_work
 
-from tpengine.config import Config, ModelConfig, num_evaluated, num_shards_of, schedule_of
+from tpengine.config import Config, ModelConfig, Phase, Phases, num_evaluated, num_shards_of, schedule_of
 from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
 from tpengine.dtypes import dtype_bytes
 from tpengine.layout.parameters import (
@@ -351,3 +352,35 @@ def _chunks(config: Config, layout: Layout, micro_batch_size: int) -> tuple[Chun
         )
         for chunk, (rank, layers) in enumerate(zip(layout.ranks, layout.layers, strict=True))
     )
+
+
+def phase_layouts(
+    phases: Phases, residency: Residency | None = None, packs_gradients: bool | None = None
+) -> tuple[Layout, ...]:
+    """Return the layout of each phase.
+
+    Layers are split for the sequences of the phase with the most tokens, so that each rank keeps its layers. In exact
+    mode phases whose models are cut into other numbers of shards have other buckets.
+
+    Args:
+        phases: of the run.
+        residency, packs_gradients: as layout_of.
+    """
+    longest = longest_of(phases)
+    found: dict[int, Layout] = {}
+    for phase in (longest, *phases):
+        if cut_of(phase.config) not in found:
+            found[cut_of(phase.config)] = layout_of(
+                phase.config, residency, longest.config.train.seq_len, packs_gradients
+            )
+    return tuple(found[cut_of(phase.config)] for phase in phases)
+
+
+def longest_of(phases: Phases) -> Phase:
+    """Return the phase with the most tokens: layers are split for its sequences."""
+    return max(phases, key=lambda phase: (phase.end_step - phase.first_step) * phase.tokens_per_step)
+
+
+def cut_of(config: Config) -> int:
+    """Return into how many shards exact mode cuts the model: phases with another number have another model."""
+    return num_shards_of(config) if config.train.reduction == "exact" else 1

@@ -1,17 +1,24 @@
-"""Modules on the meta device: memory for those that a rank holds, and values that do not depend on who holds them.
+"""Modules without values yet: on the meta device, or of memory that nothing has written to.
 
 A rank of a pipeline materialises its own stage alone. A module's values follow from a seed and its place in the whole
-model, or come from a state dict, so that they are the same for every cut and every number of ranks.
+model, or come from a state dict, so that they are the same for every cut and every number of ranks. `Uninitialized`
+builds layers without drawing values that will be replaced, and without touching their memory: drawing 1 GB takes a core
+seconds, and so does joining what was drawn, as layers that share a product lay their weights behind each other.
+
+The decision a reader will question: a mode, and not an argument of every layer. torch.nn.init asks modes first for
+this purpose, and layers that users build by themselves draw as torch's do.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 
 Init = Callable[[nn.Module, int], object] | Mapping[str, Tensor]
 
@@ -133,3 +140,45 @@ def _load(module: nn.Module, prefix: str, state: Mapping[str, Tensor]) -> None:
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers under all their names: a state dict may hold a shared one under any of them."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+class Uninitialized(TorchFunctionMode):
+    """A context in which nn.init.normal_ leaves new memory as it is; whoever builds there must fill every weight.
+
+    torch.cat of such tensors alone, along their rows and on the CPU, returns new memory. Memory that was never written
+    takes no room, so that it is kept to the end: nobody else gets its address.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        """Let go of the memory."""
+        super().__exit__(*error)
+        self._storages.clear()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch's, unless it draws, or joins what was not drawn."""
+        given = dict(kwargs or {})
+        if func is nn.init.normal_:
+            return self._noted(args[0] if args else given["tensor"])
+        if func is torch.cat and len(args) == 1 and not given and all(map(self._is_uninitialized, args[0])):
+            first: Tensor = args[0][0]
+            return self._noted(first.new_empty(sum(len(tensor) for tensor in args[0]), *first.shape[1:]))
+        return func(*args, **given)
+
+    def _noted(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            self._storages[storage.data_ptr()] = storage
+        return tensor
+
+    def _is_uninitialized(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self._storages

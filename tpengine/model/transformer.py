@@ -21,9 +21,8 @@ from tpengine.layers.dropout import LayerDropouts, Position
 from tpengine.layers.placement import placements_of
 from tpengine.layers.rows import Rows
 from tpengine.layout.parameters import Piece, pieces_of, stage_specs
-from tpengine.model.block import Block, computed_again, hand_on
+from tpengine.model.block import Block, Sum, computed_again, hand_on, normed, whole
 from tpengine.model.parts import Parts
-from tpengine.model.residual import Sum, normed, whole
 from tpengine.plan import Recompute
 
 

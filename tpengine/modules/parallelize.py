@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.exchange.communicator import Communicator
 
-from tpengine.architectures.describe.table import Table
+from tpengine.architectures.table import Table
 from tpengine.distributed.agreement import check_same, describe_model, device_of
 from tpengine.layers.replicated import hook_gradient, replicate, summed
 from tpengine.model.meta_modules import is_on_meta

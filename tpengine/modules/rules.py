@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.dropout import _DropoutNd
 
-from tpengine.architectures.describe.table import Rule, Table, check_table, find, is_named, num_packed
+from tpengine.architectures.table import Rule, Table, check_table, find, is_named, num_packed
 
 # What a module or a parameter that is replaced would lose.
 _HOOKS = (

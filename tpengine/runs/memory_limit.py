@@ -10,8 +10,7 @@ from tpkernels.symmetric.host_memory import available_bytes
 from tpengine.config import Config, phases_of
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.mesh import Shape
-from tpengine.layout.phase_layouts import phase_layouts
-from tpengine.layout.step_plan import layout_of, training_plan
+from tpengine.layout.step_plan import layout_of, phase_layouts, training_plan
 from tpengine.plan import Residency
 from tpengine.planner.machine import Machine, machine_on
 from tpengine.planner.modelled.memory import RankMemory, decided_residency, memory_of, smaller_settings

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tpengine.config import num_blocks
 from tpengine.layout.parameters import Piece
-from tpengine.layout.phase_layouts import cut_of
 from tpengine.layout.slices import boxes_of
+from tpengine.layout.step_plan import cut_of
 from tpengine.training.planned_run import PlannedPhase
 from tpengine.training.train_state import TrainState
 

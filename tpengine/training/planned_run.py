@@ -15,8 +15,7 @@ import torch
 from tpengine.config import Config, Phase, Phases, phases_of
 from tpengine.data import Corpus, for_phase
 from tpengine.distributed.process import differing_ranks
-from tpengine.layout.phase_layouts import phase_layouts
-from tpengine.layout.step_plan import Layout, training_plan
+from tpengine.layout.step_plan import Layout, phase_layouts, training_plan
 from tpengine.plan import Plan, Residency
 from tpengine.training.learning_rate import rate_of_step
 

@@ -28,9 +28,9 @@ from tpengine.layout.parameters import BucketLayout, decays, in_order_of_packing
 from tpengine.layout.slices import BlockCut, Cut
 from tpengine.layout.step_plan import Layout, reduced_of, weights_of
 from tpengine.model.exact import Shards
+from tpengine.model.meta_modules import Uninitialized
 from tpengine.model.parts import ExactParts, FastParts, Parts
 from tpengine.model.transformer import Transformer
-from tpengine.model.undrawn import Undrawn
 from tpengine.observe.activity import Activity
 from tpengine.pipeline.stage import Batch, Stage
 from tpengine.plan import Gathered, Recompute, Reduced, Weights
@@ -68,7 +68,7 @@ def assemble(
     """
     build = _exact if config.train.reduction == "exact" else _fast
     # Somebody draws weights that are the same in every layout, or loads them.
-    with Undrawn():
+    with Uninitialized():
         return build(config, layout, mesh, comms, device, halves)
 
 

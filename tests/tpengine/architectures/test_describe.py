@@ -12,11 +12,11 @@ import pytest
 from support.architectures.drawn import CONFIGS, drawn_config
 
 import tpengine.architectures
+from tpengine.architectures.config_json import read_rope, written_rope
 from tpengine.architectures.describe import ConfigJson, column, heads, replicate, row, vocab
-from tpengine.architectures.describe.rope import read_rope, written_rope
-from tpengine.architectures.describe.table import check_table, find
 from tpengine.architectures.model_path import model_at
 from tpengine.architectures.registry import BUILT_IN, architecture_of, check_architecture, model_of
+from tpengine.architectures.table import check_table, find
 from tpengine.cli import main
 from tpengine.config import ModelConfig
 from tpengine.config.settings import RopeScaling

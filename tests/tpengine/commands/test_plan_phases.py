@@ -15,8 +15,7 @@ from tpengine.commands import certify
 from tpengine.commands.certify import Layout, Options
 from tpengine.config import ParallelConfig, phases_of, validate_run
 from tpengine.config.presets import preset_config
-from tpengine.layout.phase_layouts import phase_layouts
-from tpengine.layout.step_plan import training_plan
+from tpengine.layout.step_plan import phase_layouts, training_plan
 
 PHASES = """
 [[phase]]

@@ -26,7 +26,7 @@ from tpengine.config import (
 )
 from tpengine.data import for_phase, open_corpora, open_corpus
 from tpengine.data.fingerprint import of_mixture
-from tpengine.layout.phase_layouts import phase_layouts
+from tpengine.layout.step_plan import phase_layouts
 from tpengine.training.learning_rate import rate_of_step
 
 README = Path(__file__).parents[3] / "tpengine/training/update/README.md"

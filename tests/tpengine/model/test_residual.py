@@ -27,10 +27,9 @@ from tpengine.config.settings import ModelDetails
 from tpengine.layers.norm import Norm, RMSNorm
 from tpengine.model import block as block_module
 from tpengine.model import transformer as transformer_module
-from tpengine.model.block import Block, computed_again
+from tpengine.model.block import Block, Sum, computed_again, is_watched
 from tpengine.model.exact import Shards
 from tpengine.model.parts import ExactParts, FastParts
-from tpengine.model.residual import Sum, is_watched
 from tpengine.model.transformer import Transformer
 from tpengine.plan import Recompute
 

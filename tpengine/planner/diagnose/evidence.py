@@ -30,8 +30,7 @@ from tpengine.architectures.model_path import architecture_of_run
 from tpengine.config import Config, phases_of, validate_run
 from tpengine.config.lengths import first_of_rows
 from tpengine.config.toml import load_toml
-from tpengine.layout.phase_layouts import phase_layouts
-from tpengine.layout.step_plan import Layout, training_plan
+from tpengine.layout.step_plan import Layout, phase_layouts, training_plan
 from tpengine.plan import SCHEDULES, Kind, Plan, Timeline
 from tpengine.planner import Costs, StepFigures, simulate
 from tpengine.planner.machine import CPU_CORE, MACHINES, Machine

@@ -202,7 +202,7 @@ class Operators:
 
     @property
     def leaves_sums(self) -> bool:
-        """Return whether a block's last sum is the next norm's (model/residual.py): on a GPU, in fast mode.
+        """Return whether a block's last sum is the next norm's (model/block.py): on a GPU, in fast mode.
 
         On a CPU a norm makes it too, in a pass of its own.
         """

@@ -1,15 +1,31 @@
-"""The parts of a block, as data: which parameters each has, of which shapes. No torch: the plan counts bytes with it.
+"""What an architecture is: the parts of its blocks and their order, the table of its parameters, its numbers.
 
-A part says what there is; model/parts.py makes the layer that computes it. Parameters stand in the order of their use
-in forward.
+A file of this folder, or one of a user's (`--model.architecture FILE.py`), ends with
+
+    ARCHITECTURE = Architecture("Qwen3ForCausalLM", table=..., block=..., numbers=...)
+
+A part says which parameters it has, of which shapes, in the order of their use in forward; model/parts.py makes the
+layer that computes it. No torch: the plan counts bytes with it.
+
+How the parts of a block are put together:
+
+    pre_norm         x = x + attention(norm(x));         y = x + mlp(norm(x))
+    sandwich_norm    x = x + norm(attention(norm(x)));   y = x + norm(mlp(norm(x)))
+
+A block computes these two in methods of its own (model/block.py). Any other order is a function of a block, of
+x[T/tp, D], this rank's tokens, and of `seq`, the length of their sequences, or the documents that they are, which is
+only handed on. It gets a tensor and returns one, calls the block's parts by their names, and may be written with `+`
+alone. Plain Python over tensors: it works in fast and in exact mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
+from tpengine.architectures.config_json import ConfigJson
+from tpengine.architectures.table import Table
 from tpengine.config import ModelConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -116,3 +132,66 @@ class Ends:
     embedding_scale: float = 1.0
     has_positions: bool = False
     norm: Norm = Norm()
+
+
+class OrderedBlock(Protocol):
+    """What an order may call of its block, besides its parts; `Any` stands for tensors, since no file here needs torch.
+
+    attend, feed    its attention and its feed-forward network, with what belongs behind them (bias of the output,
+                    dropout)
+    normed          (norm(x), x)
+    normed_sum      (norm(x + branch), x + branch), in one pass
+    left            x + branch
+    again           runs a function so that backward can compute it once more (`--parallel.recompute attention`)
+    """
+
+    def in_order(self, x: Any, seq: Any, order: Order | None = None) -> Any: ...
+    def attend(self, x: Any, seq: Any) -> Any: ...
+    def feed(self, x: Any) -> Any: ...
+    def normed(self, norm: Any, x: Any) -> tuple[Any, Any]: ...
+    def normed_sum(self, norm: Any, x: Any, branch: Any) -> tuple[Any, Any]: ...
+    def left(self, x: Any, branch: Any) -> Any: ...
+    def again(self, forward: Callable[..., Any], *inputs: Any) -> Any: ...
+
+
+Order = Callable[[OrderedBlock, Any, Any], Any]
+
+
+def pre_norm(block: OrderedBlock, x: Any, seq: Any) -> Any:
+    """x = x + attention(norm(x));  y = x + mlp(norm(x))."""
+    return block.in_order(x, seq, pre_norm)
+
+
+def sandwich_norm(block: OrderedBlock, x: Any, seq: Any) -> Any:
+    """x = x + norm(attention(norm(x)));  y = x + norm(mlp(norm(x)))."""
+    return block.in_order(x, seq, sandwich_norm)
+
+
+def _plain_ends(_: ModelConfig) -> Ends:
+    return Ends()
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One kind of transformer.
+
+    Attributes:
+        name: as `architectures` in config.json has it.
+        table: a rule for each parameter.
+        block: the parts of a model's layer number i, by name, in the order of their use.
+        numbers: config.json -> the model.
+        order: how a block's parts are put together: pre_norm, sandwich_norm, or one of your own.
+        ends: what stands before and behind the blocks.
+        prefix: what the names in the files begin with, the output head's apart.
+        undecayed: patterns of names (our names, as fnmatch has them) of matrices that weight decay passes over, such as
+            "embed_*". Norm weights and biases never decay.
+    """
+
+    name: str
+    table: Table
+    block: Callable[[ModelConfig, int], Mapping[str, Part]]
+    numbers: Callable[[ConfigJson], ModelConfig]
+    order: Order = pre_norm
+    ends: Callable[[ModelConfig], Ends] = _plain_ends
+    prefix: str = "model."
+    undecayed: tuple[str, ...] = ()

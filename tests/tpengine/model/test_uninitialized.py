@@ -1,4 +1,4 @@
-"""Rung: pure. What is built undrawn has the shapes of what is drawn, and nothing that holds a value is left out."""
+"""Rung: pure. What is built uninitialized has the shapes of what is drawn; nothing that holds a value is left out."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import nn
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import ModelConfig
+from tpengine.model.meta_modules import Uninitialized
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
-from tpengine.model.undrawn import Undrawn
 
 
 def test_only_what_is_drawn_and_joins_of_it_are_left_out() -> None:
     ones = torch.ones(2, 3)
-    with Undrawn():
+    with Uninitialized():
         drawn, other = (nn.Parameter(torch.full((n, 3), 7.0)) for n in (2, 4))
         nn.init.normal_(drawn)
         nn.init.normal_(other)
@@ -31,10 +31,10 @@ def test_only_what_is_drawn_and_joins_of_it_are_left_out() -> None:
     assert not (nn.init.normal_(drawn) == 7).any()
 
 
-def test_a_model_that_is_built_undrawn_and_filled_is_the_model() -> None:
+def test_a_model_that_is_built_uninitialized_and_filled_is_the_model() -> None:
     model = ModelConfig(num_layers=2)
     drawn = Transformer(FastParts(model, Communicator(None)))
-    with Undrawn():
+    with Uninitialized():
         filled = Transformer(FastParts(model, Communicator(None)))
     assert filled.held.keys() == drawn.held.keys()
     for net in (drawn, filled):
