@@ -1,7 +1,7 @@
 """The contestants of the pipeline benchmark: one rank of a pipeline that runs a schedule's step, without an update.
 
     engine      tpengine's trainer with its own layers
-    sequential  tpengine.pipeline.Pipeline over torch's modules
+    sequential  tpengine.modules.Pipeline over torch's modules
     torch       torch.distributed.pipelining over the same modules: rival.py
 
 All have the same weights in the same layers of the same chunks. A step is forward and backward of the same

@@ -11,7 +11,7 @@ from support import reach
 from support.reach import imports_of, num_lines, rooms
 
 # Lines of tpengine that tpengine.train may reach: those of today. Lower it when they fall.
-MOST_LINES_OF_TRAIN = 41_668
+MOST_LINES_OF_TRAIN = 38_506
 
 SOURCE = """
 from typing import TYPE_CHECKING

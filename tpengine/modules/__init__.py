@@ -5,7 +5,7 @@ sharded_optimizer.py  `ShardedOptimizer`: the state of any torch optimizer, divi
                       who owns what and sends it, step_agreement.py whether all do the same step, optimizer_parts.py
                       loads what another number of replicas has saved
 pipeline.py           `Pipeline`: any nn.Sequential; cut.py has costs and cuts, pipeline_checks.py refusals and losses
-parallelize.py        `parallelize` cuts a model that somebody else wrote in place, by a table (rules.py), and puts
+foreign_model.py      `parallelize` cuts a model that somebody else wrote in place, by a table (rules.py), and puts
                       foreign_layers.py in place of its layers; `whole_state_dict` gives its weights back in one piece
 
 Nothing that trains our own models imports this room. Layers for a model of your own, which cut activations over the
@@ -13,7 +13,7 @@ tokens too, are in tpengine.layers.
 """
 
 from tpengine.modules.data_parallel import DataParallel
-from tpengine.modules.parallelize import parallelize, whole_state_dict
+from tpengine.modules.foreign_model import parallelize, whole_state_dict
 from tpengine.modules.pipeline import Pipeline
 from tpengine.modules.sharded_optimizer import ShardedOptimizer
 

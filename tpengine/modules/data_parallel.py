@@ -51,7 +51,7 @@ _FULLY_SHARD = (
 # What to use instead of the stages that other programs are for.
 _REMEDIES = {
     1: "leave zero out, and divide the optimizer's state by "
-    "tpengine.data_parallel.ShardedOptimizer(optimizer_class, model.parameters(), replicas, ...)",
+    "tpengine.modules.ShardedOptimizer(optimizer_class, model.parameters(), replicas, ...)",
     2: _FULLY_SHARD,
     3: _FULLY_SHARD,
 }

@@ -29,7 +29,7 @@ from tpengine.data.fingerprint import of_mixture
 from tpengine.layout.step_plan import phase_layouts
 from tpengine.training.learning_rate import rate_of_step
 
-README = Path(__file__).parents[3] / "tpengine/training/update/README.md"
+README = Path(__file__).parents[3] / "tpengine/training/phases.md"
 THREE = """
 [[phase]]
 until = 10

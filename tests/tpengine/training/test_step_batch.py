@@ -227,7 +227,7 @@ def test_a_step_waits_for_the_device_once(ranks: RankPool, layout: tuple[int, in
     config = replace(config, train=replace(config.train, dtype=dtype))  # type: ignore[arg-type]
     for reads, waits, collectives in ranks.run(counts_of_a_step, dp * tp * pp, config):
         # Labels are compared with the vocabulary where that waits for nothing: on a CPU.
-        num_compared = reads.pop("loss.py:<genexpr>", 0)
+        num_compared = reads.pop("vocabulary.py:<genexpr>", 0)
         assert reads == {"process.py:read_with_largest": 1}
         assert sum(waits.values()) == num_compared == waits.get("_local_scalar_dense", 0)
         # Reports of the batch, figures of the step; over a pipeline the norm, which tp ranks exchange through memory.
