@@ -1,1 +1,1 @@
-"""A training run: its state on a rank, the step that changes it, the trainer that has both, and the loop around it."""
+"""What training changes on a rank, and the step that changes it. What is around a step is in tpengine.runs."""
