@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tpengine.distributed.meeting import Meeting
     from tpengine.observe.watch import Watch
     from tpengine.plan import Residency
+    from tpengine.runs.job import Wings
     from tpengine.runs.restoring import Beginning
 
 # A process lets go of its connections a moment before it is gone, and the report is to say which rank is.
@@ -196,6 +197,23 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
     return _Prepared(config, corpora, device, cores, residency, run_dir, lock, checkpoint, beginning)
 
 
+def wings() -> Wings:
+    """Return what a run has other rooms do."""
+    from tpengine.planner.draw.learning_rate import draw_learning_rate
+    from tpengine.planner.machine import machine_on
+    from tpengine.planner.modelled.costs import bytes_per_rank
+    from tpengine.planner.modelled.memory import memory_of
+    from tpengine.planner.profiles.recorded import write_recording
+    from tpengine.runs.job import Wings
+
+    return Wings(
+        bytes_per_rank=bytes_per_rank,
+        memory_of=lambda config, layout, plan, device: memory_of(config, layout, plan, machine_on(device)),
+        draw_learning_rate=draw_learning_rate,
+        write_recording=write_recording,
+    )
+
+
 def _take_threads(config: Config, launch: Launch) -> int:
     """Have torch, which is not yet loaded, compute with this rank's share of the host's cores, and wait without them.
 
@@ -261,7 +279,7 @@ def _train(prepared: _Prepared, launch: Launch, meeting: Meeting, watch: Watch) 
     try:
         residency, run_dir = prepared.residency, prepared.run_dir
         found = prepared.checkpoint, prepared.beginning
-        train(Job(config, corpora, launch, device, cores, residency, meeting, run_dir, *found), watch)
+        train(Job(config, corpora, launch, device, cores, residency, meeting, wings(), run_dir, *found), watch)
     except RunError as error:
         return str(error)
     except Exception as error:

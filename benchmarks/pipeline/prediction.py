@@ -31,12 +31,12 @@ from benchmarks.pipeline.options import Options, config_of, sizes_of
 from tpengine.config import Config
 from tpengine.distributed.local_ranks import THREADS_PER_RANK, Ranks
 from tpengine.layout.step_plan import layout_of, training_plan
-from tpengine.observe.record_costs import MeasuredStep, profile_of
-from tpengine.observe.records import decode_record, measured_timeline
+from tpengine.observe.records import MeasuredStep, decode_record, measured_timeline
 from tpengine.plan import Kind, Plan
 from tpengine.planner import Costs, simulate
 from tpengine.planner.profiles.costs import costs_for
 from tpengine.planner.profiles.file import CostProfile
+from tpengine.planner.profiles.record_costs import profile_of
 
 # A pause may last a tenth of a millisecond too long.
 _SHORTEST_WAIT_SECONDS = 10e-3

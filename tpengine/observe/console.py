@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
@@ -23,9 +23,6 @@ from tpengine.layout.parameters import num_parameters
 from tpengine.layout.step_plan import Layout
 from tpengine.observe.safe_console import SafeConsole
 from tpengine.plan import Kind, Plan, clock
-from tpengine.planner.machine import machine_on
-from tpengine.planner.modelled.costs import bytes_per_rank
-from tpengine.planner.modelled.memory import RankMemory, memory_of
 
 # The first steps of a start load kernels, prepare weights and fill caches: what they take says nothing of the others.
 _STARTING_STEPS = 2
@@ -37,6 +34,24 @@ _PLAIN_LINES = 40
 _RECENT_ROWS = 20
 # Times of one layer, in forwards.
 _LAYER_TIMES: Mapping[Kind, float] = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+
+
+class HeldBytes(Protocol):
+    """What one rank of a stage holds while it runs a plan, as whoever models it says.
+
+    Attributes:
+        peak: the most of everything at once, in bytes.
+        action: what runs then.
+    """
+
+    @property
+    def peak(self) -> int: ...
+
+    @property
+    def action(self) -> str: ...
+
+    def kinds(self) -> Mapping[str, int]:
+        """Return the bytes by kind, in words."""
 
 
 class Pace:
@@ -73,6 +88,8 @@ def show_plan(
     device: torch.device,
     exchange: str,
     run_dir: Path,
+    sizes: Sequence[tuple[int, int]],
+    memory: Sequence[HeldBytes],
     shared_cores: int = 0,
     attention: str = "",
 ) -> None:
@@ -80,6 +97,8 @@ def show_plan(
 
     Args:
         exchange: how the ranks exchange tensors, in words.
+        sizes: parameters of a rank and bytes of its state, by stage.
+        memory: what a rank holds by the plan, by stage.
         shared_cores: number of cores of this host, if the ranks divide them; 0 if the number of threads was given.
         attention: whose it is, in words; empty says nothing of it.
     """
@@ -97,12 +116,12 @@ def show_plan(
             f"{tokens * train.num_micro_batches * layout.dp:,} tokens; {train.steps} steps",
         ),
     ]
-    for stage, (numel, num_bytes) in enumerate(bytes_per_rank(config, layout)):
+    for stage, (numel, num_bytes) in enumerate(sizes):
         what = " and ".join(_layers(first, last) for first, last in layout.layers_of(stage))
         size = f"{num_bytes / 1e6:.1f} MB per rank with gradients and moments"
         lines.append((f"stage {stage}", f"{what}: {numel:,} parameters, {size}"))
-    for stage, memory in enumerate(memory_of(config, layout, plan, machine_on(device.type))):
-        lines.append(("memory", f"{f'stage {stage}: ' if layout.pp > 1 else ''}{_memory(memory)}"))
+    for stage, held in enumerate(memory):
+        lines.append(("memory", f"{f'stage {stage}: ' if layout.pp > 1 else ''}{_memory(held)}"))
     lines.append(("pipeline", f"{plan.schedule}, {_bubble(plan)}" if layout.pp > 1 else "one stage, no bubble"))
     if train.reduction == "exact":
         lines.append(("sums", f"exact, the bits of every other layout: {shards_said(config)}, {_blocks(config)}"))
@@ -161,7 +180,7 @@ def _sharing(layout: Layout) -> str:
     return f", zero {layout.zero}{stays}" if layout.zero else ""
 
 
-def _memory(memory: RankMemory) -> str:
+def _memory(memory: HeldBytes) -> str:
     kinds = ", ".join(f"{name} {num_bytes / 1e6:.1f}" for name, num_bytes in memory.kinds().items())
     return f"MB per rank by the plan: {kinds}; at most {memory.peak / 1e6:.1f} at once, in {memory.action}"
 

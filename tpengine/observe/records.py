@@ -17,10 +17,13 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
+from tpengine.config import Config
+from tpengine.layout.step_plan import Layout
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind, counterpart, parse_action
 from tpengine.plan.clock import RankTimeline, Span, Timeline
 from tpengine.plan.plan import Plan
@@ -69,6 +72,49 @@ class RankRecord:
 
 # The records of a pipeline's ranks, by stage.
 PipelineRecord: TypeAlias = Sequence[RankRecord]
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step that all ranks have recorded.
+
+    Attributes:
+        step: its number in the run.
+        seconds: from its beginning to its end, including what is outside the plan.
+        pipelines: the records of every pipeline: one per data-parallel replica and tensor-parallel rank.
+    """
+
+    step: int
+    seconds: float
+    pipelines: tuple[PipelineRecord, ...]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The steps that a run has recorded, of one phase, with what its ranks are: for whoever writes and draws them.
+
+    Attributes:
+        config, layout, plan: of the phase.
+        steps: at least one.
+        device: where ranks compute, cpu or cuda.
+        places: (pp, dp, tp) of each rank.
+        held: of each rank, the bytes of its arenas, and the most that it has held so far.
+        metered: of each rank, `Meter.figures`.
+        run_dir: where files go.
+        say: takes lines for the user; None of steps that the run has chosen by itself: nothing is said of those, and
+            no copies are kept.
+    """
+
+    config: Config
+    layout: Layout
+    plan: Plan
+    steps: Sequence[MeasuredStep]
+    device: str
+    places: Sequence[tuple[int, int, int]]
+    held: Sequence[tuple[int, int]]
+    metered: Sequence[Mapping[str, Any]]
+    run_dir: Path
+    say: Callable[[str], None] | None
 
 
 def encode_record(
@@ -242,6 +288,11 @@ def _transfer_times(send: Ran, receive: Ran, receiver: RankRecord, is_send: bool
 def posts_of(record: RankRecord) -> dict[Action, Ran]:
     """Return, by transfer, the span of its posting."""
     return {ran.action: ran for ran in record.ran if ran.action.kind in TRANSFERS}
+
+
+def metered_name(kind: Kind, chunk: int) -> str:
+    """Return the name of all actions of a kind and chunk: 2F."""
+    return f"{chunk}{kind.value}"
 
 
 class BucketRun(NamedTuple):

@@ -1,7 +1,8 @@
-"""What a rank of a run is given."""
+"""What a rank of a run is given: its work, and what others do for it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,28 @@ from tpengine.config import Config
 from tpengine.data import Corpus
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.meeting import Meeting
-from tpengine.plan import Residency
+from tpengine.layout.step_plan import Layout
+from tpengine.observe.console import HeldBytes
+from tpengine.observe.records import Recording
+from tpengine.plan import Plan, Residency
 from tpengine.runs.restoring import Beginning
+
+
+@dataclass(frozen=True)
+class Wings:
+    """What a run has others do, which it does not import: train.py takes them from the rooms that have them.
+
+    Attributes:
+        bytes_per_rank: parameters of a rank and bytes of its state, by stage.
+        memory_of: what a rank holds by a plan, by stage, of a phase on a device, cpu or cuda.
+        draw_learning_rate: the rate of a step, the number of steps, and the first steps of later phases, as an SVG.
+        write_recording: write and draw recorded steps.
+    """
+
+    bytes_per_rank: Callable[[Config, Layout], Sequence[tuple[int, int]]]
+    memory_of: Callable[[Config, Layout, Plan, str], Sequence[HeldBytes]]
+    draw_learning_rate: Callable[[Callable[[int], float], int, Sequence[int]], str]
+    write_recording: Callable[[Recording], None]
 
 
 @dataclass(frozen=True)
@@ -26,6 +47,7 @@ class Job:
         launch, device: this rank, and the device where it computes.
         shared_cores: number of cores that the ranks of this host share as threads; 0 if the user set the threads.
         meeting: where the ranks have met.
+        wings: what others do for the run.
         run_dir: existing directory for config.toml, the file of a schedule of the user's own, metrics.jsonl and
             TensorBoard events, on rank 0; None elsewhere.
         checkpoint: where to continue, unless a rank cannot use it; None starts at step 0.
@@ -39,6 +61,7 @@ class Job:
     shared_cores: int
     residency: Residency
     meeting: Meeting
+    wings: Wings
     run_dir: Path | None
     checkpoint: Checkpoint | None
     beginning: Beginning | None = None

@@ -171,7 +171,7 @@ def _loop(run: _Run) -> Uploads | None:
         contextlib.closing(trainer),
     ):
         say = partial(run.console.print, markup=False, highlight=False)
-        profiler = Profiler(trainer.planned, job.device, job.run_dir, run.first_step, say)
+        profiler = Profiler(trainer.planned, job.device, job.run_dir, job.wings.write_recording, run.first_step, say)
         watch.activity.timeout_seconds = job.config.train.timeout_seconds
         watch.activity.stoppable = True
         with ProgressLine(run.console, job.config.train.steps, run.first_step) as progress:

@@ -33,8 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tpengine.distributed.process import hosts_of_ranks, link_device
 from tpengine.model.transformer import Transformer
-from tpengine.observe.record_costs import metered_name
-from tpengine.observe.records import clock_offsets
+from tpengine.observe.records import clock_offsets, metered_name
 from tpengine.pipeline.executor import Clock, Handler, HostClock
 from tpengine.plan import Action, Kind
 from tpengine.plan.actions import COMPUTE

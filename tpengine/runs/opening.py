@@ -32,10 +32,7 @@ from tpengine.last_words import RANK_FAILED, USER_ERROR
 from tpengine.observe.console import show_padding, show_phases, show_plan
 from tpengine.observe.metrics import BackgroundWriter, MetricsWriter
 from tpengine.observe.wandb_run import WandbRun
-from tpengine.planner.draw.learning_rate import draw_learning_rate
-from tpengine.planner.machine import machine_on
-from tpengine.planner.modelled.memory import memory_of
-from tpengine.runs.job import Job
+from tpengine.runs.job import Job, Wings
 from tpengine.training.planned_run import PlannedPhase, PlannedRun, RunError
 from tpengine.training.train_state import TrainState
 
@@ -108,7 +105,7 @@ def open_writer(
         try:
             _write_config(planned.config, job.device, job.run_dir)
             _keep_beginning(job)
-            picture = draw_learning_rate(
+            picture = job.wings.draw_learning_rate(
                 planned.rate, job.config.train.steps, [phase.first_step for phase in planned.phases][1:]
             )
             write_beside(job.run_dir / "learning_rate.svg", picture.encode())
@@ -150,14 +147,14 @@ def _say_what_will_happen(
     config, device = state.part.config, state.rank.device
     exchange = state.rank.comms.describe(state.rank.mailbox)
     attention = attention_taken(planned.config, device)
-    show_plan(
-        console, config, state.part.layout, state.part.plan, device, exchange, run_dir, job.shared_cores, attention
-    )
+    layout, plan = state.part.layout, state.part.plan
+    by_plan = job.wings.bytes_per_rank(config, layout), job.wings.memory_of(config, layout, plan, device.type)
+    show_plan(console, config, layout, plan, device, exchange, run_dir, *by_plan, job.shared_cores, attention)
     if said := zero_in_words(config.parallel):
         console.print(said, markup=False, highlight=False, soft_wrap=True)
     for part in planned.parts:
         show_padding(console, part.corpus.padding(), part.config.train.seq_len)
-    show_phases(console, planned.phases, [_peak(part, device) for part in planned.parts])
+    show_phases(console, planned.phases, [_peak(job.wings, part, device) for part in planned.parts])
     if config.resume:
         # What a checkpoint has are the settings of its last step's phase.
         done = 0 if checkpoint is None else checkpoint.index.step
@@ -169,8 +166,8 @@ def _say_what_will_happen(
         console.print(left_out, markup=False, highlight=False, soft_wrap=True)
 
 
-def _peak(part: PlannedPhase, device: torch.device) -> int:
-    return max(rank.peak for rank in memory_of(part.config, part.layout, part.plan, machine_on(device.type)))
+def _peak(wings: Wings, part: PlannedPhase, device: torch.device) -> int:
+    return max(rank.peak for rank in wings.memory_of(part.config, part.layout, part.plan, device.type))
 
 
 def _say_what_is_written(writer: MetricsWriter, console: Console) -> None:

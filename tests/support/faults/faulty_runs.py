@@ -31,6 +31,7 @@ from tpengine.plan import Action, Chunk, Kind, Recompute
 from tpengine.plan.actions import COMPUTE
 from tpengine.planner.machine import CPU_CORE
 from tpengine.planner.modelled.costs import action_seconds
+from tpengine.planner.profiles.recorded import write_recording
 from tpengine.runs.profiler import Profiler
 from tpengine.runs.trainer import Trainer
 
@@ -88,7 +89,9 @@ def run_with(config: Config, run_dir: str, fault: Fault, forward_seconds: float)
         }
     late = LateMemory(trainer) if fault.exchange else None
     directory = Path(run_dir)
-    profiler = Profiler(trainer.planned, trainer.state.rank.device, directory if first else None, say=lambda _: None)
+    profiler = Profiler(
+        trainer.planned, trainer.state.rank.device, directory if first else None, write_recording, say=lambda _: None
+    )
     writer = MetricsWriter(directory) if first else None
     if first:
         (directory / "config.toml").write_text(dump_toml(config))

@@ -13,13 +13,14 @@ from tpengine.config.toml import dump_toml
 from tpengine.dtypes import dtype_bytes
 from tpengine.layout.slices import slice_numel
 from tpengine.layout.step_plan import Layout, gradient_bytes, layout_of, training_plan
-from tpengine.observe.record_costs import MeasuredStep, metered_name, profile_of, ranks_of, step_seconds
+from tpengine.observe.records import MeasuredStep, metered_name
 from tpengine.plan import Kind, Plan, Residency, Weights
 from tpengine.planner import Costs, simulate
 from tpengine.planner.machine import CPU_CORE
 from tpengine.planner.modelled.costs import action_seconds, chunk_seconds
 from tpengine.planner.modelled.memory import memory_of
 from tpengine.planner.profiles.file import StageMemory
+from tpengine.planner.profiles.record_costs import profile_of, ranks_of, step_seconds
 
 OUTSIDE_SECONDS = 0.01
 

@@ -14,8 +14,8 @@ import pytest
 from support.plans.records import recorded
 
 from tpengine.observe.chrome_trace import TracedRank, TracedStep, chrome_trace
-from tpengine.observe.record_costs import MeasuredStep, profile_of
 from tpengine.observe.records import (
+    MeasuredStep,
     RankRecord,
     clock_offsets,
     computed_until,
@@ -40,6 +40,7 @@ from tpengine.plan.clock import unit_durations
 from tpengine.planner import Costs, StepFigures, simulate
 from tpengine.planner.costs import spec_bytes
 from tpengine.planner.profiles.costs import costs_for
+from tpengine.planner.profiles.record_costs import profile_of
 
 BuildPlan = Callable[..., Plan]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")

@@ -10,13 +10,13 @@ import pytest
 from support.plans.records import recorded
 from support.plans.sharded import sharded
 
-from tpengine.observe.record_costs import MeasuredStep, profile_of
-from tpengine.observe.records import measured_timeline
+from tpengine.observe.records import MeasuredStep, measured_timeline
 from tpengine.plan import SCHEDULES, Action, Kind, Plan, Reduced, Residency, Span, Timeline, Weights
 from tpengine.planner import Costs, StepFigures, simulate
 from tpengine.planner.costs import unit_costs
 from tpengine.planner.draw import Picture, draw_svg
 from tpengine.planner.memory import memory_curve, slot_bytes
+from tpengine.planner.profiles.record_costs import profile_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tpengine.config import Config
+from tpengine.config import Config, phases_of
 from tpengine.layout.state_bytes import StateBytes, state_bytes
-from tpengine.layout.step_plan import Layout, layout_of, training_plan
+from tpengine.layout.step_plan import Layout, layout_of, phase_layouts, training_plan
 from tpengine.plan import Plan, Residency
 from tpengine.plan.clock import RankTimeline
 from tpengine.planner import Costs, simulate
-from tpengine.planner.machine import CPU_CORE, Machine
+from tpengine.planner.machine import CPU_CORE, Machine, machine_on
 from tpengine.planner.memory import memory_curve, slot_bytes
 from tpengine.planner.modelled.caches import prepared_bytes
 from tpengine.planner.modelled.costs import model_costs
@@ -149,6 +149,55 @@ def smaller_settings(config: Config) -> Iterator[tuple[str, Config]]:
         smaller = _with(config, **choice)
         if smaller != config:
             yield " ".join(f"--parallel.{name} {value}" for name, value in choice.items()), smaller
+
+
+def residency_that_fits(config: Config, limit: int, rank: int, device: str) -> Residency:
+    """Decide how long gathered weights stay, and check that a rank's memory is enough for every phase.
+
+    Args:
+        config: validated.
+        limit: bytes that the rank may use; 0 for any number.
+        rank: of the run.
+        device: where it computes, cpu or cuda.
+
+    Returns:
+        The decision, for all phases.
+
+    Raises:
+        ValueError: the rank would hold more than there is: how much, where, and the nearest setting that fits.
+    """
+    machine = machine_on(device)
+    phases = phases_of(config)
+    decided = [decided_residency(phase.config, limit, machine) for phase in phases]
+    residency = next((one for one in decided if one is Residency.USE), decided[0])
+    for phase, layout in zip(phases, phase_layouts(phases, residency, device == "cuda"), strict=True):
+        where = f"in phase {phase.number + 1} " if len(phases) > 1 else ""
+        needed = memory_of(phase.config, layout, training_plan(phase.config, layout), machine)
+        _check_fits(phase.config, needed[rank // (layout.dp * layout.tp)], limit, rank, machine, where)
+    return residency
+
+
+def _check_fits(config: Config, needed: RankMemory, limit: int, rank: int, machine: Machine, when: str) -> None:
+    if limit and needed.peak > limit:
+        fitting = (
+            words
+            for words, other in smaller_settings(config)
+            if all(held.peak <= limit for held in _on_stages(other, None, machine))
+        )
+        words = next(fitting, "")
+        remedy = f"use {words}" if words else "use more ranks, or a smaller --train.micro-batch-size"
+        where = "--parallel.memory-limit" if config.parallel.memory_limit else "what there is"
+        raise ValueError(
+            f"a rank's memory must be enough: by the plan {when}rank {rank} would hold "
+            f"{needed.peak / 1e6:,.1f} MB in {needed.action}, "
+            f"{(needed.peak - limit) / 1e6:,.1f} MB more than {where}, {limit / 1e6:,.1f} MB: {remedy}"
+            f", or allow it with --parallel.memory-limit {needed.peak}"
+        )
+
+
+def _on_stages(config: Config, residency: Residency | None, machine: Machine) -> tuple[RankMemory, ...]:
+    layout = layout_of(config, residency)
+    return memory_of(config, layout, training_plan(config, layout), machine)
 
 
 def _with(config: Config, **parallel: Any) -> Config:

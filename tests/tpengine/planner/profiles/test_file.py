@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.plans.records import recorded
 
-from tpengine.observe.record_costs import MeasuredStep, profile_of
+from tpengine.observe.records import MeasuredStep
 from tpengine.plan import Chunk, Kind, Plan, Reduced, Residency, TensorSpec, Weights, lower, make_schedule, verify
 from tpengine.planner import Costs, simulate
 from tpengine.planner.costs import spec_bytes
@@ -24,6 +24,7 @@ from tpengine.planner.profiles.file import (
     read_profile,
 )
 from tpengine.planner.profiles.ranks import ActionProfile, RankProfile, StepSeconds
+from tpengine.planner.profiles.record_costs import profile_of
 
 CountMutations = Callable[[str, int, int], None]
 BOUNDARY = TensorSpec((64, 32), "float32")

@@ -44,8 +44,9 @@ from tpengine.plan import Action, Kind, Plan
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, TRANSFERS, WEIGHT_GRADIENT
 from tpengine.planner.modelled.memory import memory_of
 from tpengine.planner.profiles.file import read_profile
+from tpengine.planner.profiles.recorded import crowding, num_local_ranks, write_recording
 from tpengine.runs.meter import clock_of
-from tpengine.runs.profiler import Profiler, crowding, num_local_ranks
+from tpengine.runs.profiler import Profiler
 from tpengine.runs.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -202,7 +203,7 @@ def profiled_run(config: Config, run_dir: str, lose_run_dir: bool, num_steps: in
     said: list[str] = []
     trainer = Trainer(config, open_corpus(config), CPU)
     is_first = torch.distributed.get_rank() == 0
-    profiler = Profiler(trainer.planned, CPU, Path(run_dir) if is_first else None, say=said.append)
+    profiler = Profiler(trainer.planned, CPU, Path(run_dir) if is_first else None, write_recording, say=said.append)
     if is_first and lose_run_dir:
         shutil.rmtree(run_dir)
     for step in range(num_steps):
@@ -269,7 +270,7 @@ def slow_where(config: Config, run_dir: str, slow: str) -> None:
             inputs[0].register_hook(nap)
 
         module.register_forward_pre_hook(late_both_ways)
-    profiler = Profiler(trainer.planned, CPU, Path(run_dir) if is_first else None, say=lambda _: None)
+    profiler = Profiler(trainer.planned, CPU, Path(run_dir) if is_first else None, write_recording, say=lambda _: None)
     for step in range(2):
         profiler.begin(step, trainer.step)
         trainer.step.run(step)
@@ -296,7 +297,7 @@ def profiled_phases(config: Config, run_dir: str) -> list[str]:
     phases = phases_of(config)
     corpora = open_corpora(phases)
     trainer = Trainer(config, corpora[0], CPU, corpora=corpora)
-    profiler = Profiler(trainer.planned, CPU, Path(run_dir), say=said.append)
+    profiler = Profiler(trainer.planned, CPU, Path(run_dir), write_recording, say=said.append)
     for step in range(config.train.steps):
         trainer.enter_phase_of(step)
         profiler.begin(step, trainer.step)
@@ -335,7 +336,7 @@ def ranks_with_a_late_one(config: Config, run_dir: str) -> None:
         trainer.step.executor.handlers = {
             kind: late(handler) for kind, handler in trainer.step.executor.handlers.items()
         }
-    profiler = Profiler(trainer.planned, CPU, Path(run_dir) if rank == 0 else None, say=lambda _: None)
+    profiler = Profiler(trainer.planned, CPU, Path(run_dir) if rank == 0 else None, write_recording, say=lambda _: None)
     for step in range(2):
         profiler.begin(step, trainer.step)
         trainer.step.run(step)
@@ -447,7 +448,7 @@ def heard_run(config: Config, run_dir: str) -> tuple[list[str], list[str]]:
 def resumed_profiler(config: Config, run_dir: str) -> list[str]:
     said: list[str] = []
     planned = Trainer(config, open_corpus(config), CPU).planned
-    Profiler(planned, CPU, Path(run_dir), first_step=3, say=said.append)
+    Profiler(planned, CPU, Path(run_dir), write_recording, first_step=3, say=said.append)
     return said
 
 

@@ -92,6 +92,7 @@ def begun(config: Config, run_dir: str) -> str:
         shared_cores=0,
         checkpoint=None,
         beginning=None,
+        wings=train.wings(),
     )
     with (
         pytest.raises(RunError) as error,
@@ -115,7 +116,13 @@ def begun_unheard(config: Config, run_dir: Path) -> list[str]:
     """What becomes of a start whose output's disk is full, and of one whose errors nobody reads."""
     trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
     job: Any = SimpleNamespace(
-        config=config, device=torch.device("cpu"), run_dir=run_dir, shared_cores=0, checkpoint=None, beginning=None
+        config=config,
+        device=torch.device("cpu"),
+        run_dir=run_dir,
+        shared_cores=0,
+        checkpoint=None,
+        beginning=None,
+        wings=train.wings(),
     )
     reader, pipe = os.pipe()
     os.close(reader)

@@ -10,36 +10,22 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tpengine.observe.records import (
     BucketRun,
+    MeasuredStep,
     PipelineRecord,
     RankRecord,
     bucket_runs,
     measured_timeline,
+    metered_name,
     posts_of,
 )
 from tpengine.plan.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, counterpart
 from tpengine.plan.plan import Bucket, Plan, Residency, Weights
 from tpengine.planner.profiles.file import BucketProfile, ChunkProfile, CostProfile
 from tpengine.planner.profiles.ranks import ActionProfile, RankProfile, StepSeconds
-
-
-@dataclass(frozen=True)
-class MeasuredStep:
-    """A step that all ranks have recorded.
-
-    Args:
-        step: its number in the run.
-        seconds: from its beginning to its end, including what is outside the plan.
-        pipelines: the records of every pipeline: one per data-parallel replica and tensor-parallel rank.
-    """
-
-    step: int
-    seconds: float
-    pipelines: tuple[PipelineRecord, ...]
 
 
 def profile_of(
@@ -134,11 +120,6 @@ def ranks_of(
             actions[kind, chunk] = ActionProfile(seconds, issue, exchange, reducing, ends, starved)
         found.append(RankProfile(pp, dp, tp, actions, of_host["read"], of_host["reduced"], of_host["retries"]))
     return tuple(found)
-
-
-def metered_name(kind: Kind, chunk: int) -> str:
-    """Return the name of all actions of a kind and chunk: 2F."""
-    return f"{chunk}{kind.value}"
 
 
 def step_seconds(plan: Plan, steps: Sequence[MeasuredStep]) -> tuple[StepSeconds, ...]:
