@@ -37,6 +37,7 @@ TORCH_FREE = [
     "tpengine.planner.modelled.held",
     "tpengine.planner.modelled.costs",
     "tpengine.data",
+    "tpengine.training.samples",
     "tpengine.last_words",
     "tpengine.dtypes",
     "tpengine.files",

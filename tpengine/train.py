@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
     from tpengine.checkpoint.resume import Checkpoint
     from tpengine.config import Config
-    from tpengine.data import Corpus
+    from tpengine.data import OpenedCorpus
     from tpengine.distributed.launch import Launch
     from tpengine.distributed.meeting import Meeting
     from tpengine.observe.watch import Watch
     from tpengine.plan import Residency
-    from tpengine.runs.job import Wings
+    from tpengine.runs.job import ContentWatch, Wings
     from tpengine.runs.restoring import Beginning
 
 # A process lets go of its connections a moment before it is gone, and the report is to say which rank is.
@@ -50,7 +50,7 @@ class _Prepared:
     """
 
     config: Config
-    corpora: tuple[Corpus, ...]
+    corpora: tuple[OpenedCorpus, ...]
     device: torch.device
     shared_cores: int
     residency: Residency
@@ -277,14 +277,23 @@ def _train(prepared: _Prepared, launch: Launch, meeting: Meeting, watch: Watch) 
 
     config, corpora, device, cores = prepared.config, prepared.corpora, prepared.device, prepared.shared_cores
     try:
-        residency, run_dir = prepared.residency, prepared.run_dir
+        residency, run_dir, content = prepared.residency, prepared.run_dir, _content(corpora, launch, device)
         found = prepared.checkpoint, prepared.beginning
-        train(Job(config, corpora, launch, device, cores, residency, meeting, wings(), run_dir, *found), watch)
+        train(Job(config, corpora, launch, device, cores, residency, meeting, wings(), content, run_dir, *found), watch)
     except RunError as error:
         return str(error)
     except Exception as error:
         _report(error, watch)
     return ""
+
+
+def _content(corpora: Sequence[OpenedCorpus], launch: Launch, device: torch.device) -> ContentWatch:
+    """Return what reads the texts of a run again while it goes on; one rank of each host does."""
+    from tpengine.data import CPU_SHARE, GPU_SHARE, ContentChecks
+
+    share = GPU_SHARE if device.type == "cuda" else CPU_SHARE
+    texts = [text for corpus in corpora for text in corpus.texts]
+    return ContentChecks(texts, launch.rank, reads=launch.local_rank == 0, share=share)
 
 
 def _report(error: Exception, watch: Watch) -> NoReturn:

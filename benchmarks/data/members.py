@@ -16,8 +16,8 @@ from tpengine.config import Config
 from tpengine.data import Samples, open_corpus, open_source
 from tpengine.data.documents import Documents
 from tpengine.data.encode import tokens_of
-from tpengine.data.tokenizer import TextTokenizer
 from tpengine.runs.trainer import Trainer
+from tpengine.tokenizer import TextTokenizer
 
 _CPU = torch.device("cpu")
 

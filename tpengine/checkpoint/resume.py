@@ -22,6 +22,7 @@ from typing import Any
 
 from tpengine.architectures.model_path import architecture_of_run
 from tpengine.checkpoint.directory import CheckpointDirectory
+from tpengine.checkpoint.fingerprint import change_of
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
 from tpengine.config import (
     Config,
@@ -39,7 +40,6 @@ from tpengine.config import (
 from tpengine.config.ranges import divisors
 from tpengine.config.settings import share_held_out
 from tpengine.config.toml import load_toml
-from tpengine.data import change_of
 from tpengine.plan import SCHEDULES
 
 # The copies of a user's files of phases and of a mixture in the run's directory.

@@ -5,7 +5,7 @@
                         "loss": 9.1, "grad_norm": 31.0}
 
 `step` is the one that leaped; `to` the steps of the checkpoint that the run went back to; `samples` are
-half-open ranges of numbers of an order of samples (data/order.py), that of the phase `order`. No step reads
+half-open ranges of numbers of an order of samples (training/samples.py), that of the phase `order`. No step reads
 them any more. No torch.
 """
 

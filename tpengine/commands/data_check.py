@@ -23,8 +23,8 @@ from tpengine.data.source_files import DocumentSourceTokens, SourceFile
 from tpengine.data.stored_tokens import DocumentTokens
 from tpengine.data.text_corpus import num_trained_on
 from tpengine.data.token_file import TokenFile
-from tpengine.data.tokenizer import TextTokenizer
 from tpengine.observe.safe_console import SafeConsole
+from tpengine.tokenizer import TextTokenizer
 
 _TOKENS_AT_ONCE = 1 << 20
 _STARTS_AT_ONCE = 1 << 16

@@ -23,9 +23,9 @@ from tpengine.data.encode import BYTE_VOCAB_SIZE, Chunk, bytes_of, tokens_of
 from tpengine.data.source_files import About
 from tpengine.data.text_files import find_files, why_no_text
 from tpengine.data.token_file import MAGIC
-from tpengine.data.tokenizer import TextTokenizer
 from tpengine.data.workers import Pool
 from tpengine.observe.safe_console import SafeConsole
+from tpengine.tokenizer import TextTokenizer
 
 BYTES = "bytes"
 

@@ -1,16 +1,17 @@
 """Text as tokens: token files, where text comes from, and the order of samples; see README.md. No torch."""
 
-from tpengine.data.ahead import ReadAhead, StepSamples
+from tpengine.checkpoint.fingerprint import change_of
 from tpengine.data.content import CPU_SHARE, GPU_SHARE, ContentCheck, ContentChecks
-from tpengine.data.corpus import Corpus, for_phase, open_corpora, open_corpus
-from tpengine.data.fingerprint import change_of
-from tpengine.data.order import Position, permute
-from tpengine.data.samples import HeldOut, SampleReader, Samples, batch_digest, first_sample_index
+from tpengine.data.corpus import OpenedCorpus, for_phase, open_corpora, open_corpus
+from tpengine.data.order import permute
+from tpengine.data.samples import Samples
 from tpengine.data.source import Source, open_source
 from tpengine.data.stored_tokens import StoredTokens
 from tpengine.data.text_corpus import TextCorpus
 from tpengine.data.text_files import stdlib_text
 from tpengine.data.token_file import TokenFile, open_tokens, write_tokens
+from tpengine.training.ahead import ReadAhead, StepSamples
+from tpengine.training.samples import Corpus, HeldOut, Position, SampleReader, batch_digest, first_sample_index
 
 __all__ = [
     "CPU_SHARE",
@@ -19,6 +20,7 @@ __all__ = [
     "ContentChecks",
     "Corpus",
     "HeldOut",
+    "OpenedCorpus",
     "Position",
     "ReadAhead",
     "SampleReader",

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from tpengine.config import Config, Phase, Phases
 from tpengine.data.mixture_corpus import MixtureCorpus, open_mixture
-from tpengine.data.samples import HeldOut, TrainingSamples
 from tpengine.data.text_corpus import TextCorpus, check_apart, open_text_corpus
 from tpengine.data.token_file import TokenFile
+from tpengine.training.samples import Corpus
 
 
-class Corpus(Protocol):
-    """A text or a mixture, cut into a part for training and a held-out part.
+class OpenedCorpus(Corpus, Protocol):
+    """A corpus whose files are open.
 
     Attributes:
-        train, held_out: the parts.
         texts: all texts, with the SHA-256 of their tokens, and the indices of fitted samples, with that of theirs.
         reading_seconds: how much longer than this rank a rank of another host may take to open it, since it may have to
             read all of it; 0 if the headers have the hashes.
     """
-
-    @property
-    def train(self) -> TrainingSamples: ...
-
-    @property
-    def held_out(self) -> HeldOut: ...
 
     @property
     def texts(self) -> tuple[TokenFile, ...]: ...
@@ -38,27 +31,11 @@ class Corpus(Protocol):
     @property
     def reading_seconds(self) -> float: ...
 
-    def fingerprint(self) -> str:
-        """Return what identifies its content and how it is mixed; see fingerprint.py."""
-
-    def fingerprint_of_ends(self) -> str:
-        """Return what checkpoints identified a text by before its content was hashed; empty for a mixture."""
-
-    def padding(self) -> Mapping[str, float]:
-        """Return the share of padding in the training samples of each source, by name; empty if none are fitted."""
-
     def note_hash(self, run_dir: Path) -> None:
         """Write hashes to the run directory if no note can be written beside the texts."""
 
-    def viewed(self, config: Config, phase: int) -> Corpus:
-        """Return it in windows of a configuration's length, its targets that do not count, in the order of a phase.
 
-        Raises:
-            ValueError: it is too short.
-        """
-
-
-def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> Corpus:
+def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> OpenedCorpus:
     """Open what a run without phases reads: data.mixture if it names one, else data.path.
 
     Args:
@@ -77,7 +54,7 @@ def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> 
     return corpus
 
 
-def open_corpora(phases: Phases, say: Callable[[str], None] = lambda _: None) -> tuple[Corpus, ...]:
+def open_corpora(phases: Phases, say: Callable[[str], None] = lambda _: None) -> tuple[OpenedCorpus, ...]:
     """Open what each phase reads; a text that several phases or sources have is opened once.
 
     Args: phases: of a validated configuration. say: as open_corpus.

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.data.documents import Piece, Place
-from tpengine.data.tokenizer import TextTokenizer
 from tpengine.data.windows import Encoded, Joining, Part, Window, cut, encoded
+from tpengine.tokenizer import TextTokenizer
 
 BYTE_VOCAB_SIZE = 256
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tpengine.checkpoint.fingerprint import of_mixture, with_held_out
 from tpengine.config import Config, num_evaluated
-from tpengine.data.fingerprint import of_mixture, with_held_out
 from tpengine.data.mixture import Mixture, SourceEntry, read_table
 from tpengine.data.mixture_samples import HeldOutSamples, MixtureSamples, evenly
 from tpengine.data.opened_text import OpenedText
-from tpengine.data.samples import HeldOut
 from tpengine.data.text_corpus import HeldOutText, TextCorpus, open_held_out
 from tpengine.data.token_file import TokenFile
+from tpengine.training.samples import HeldOut
 
 
 @dataclass(frozen=True)

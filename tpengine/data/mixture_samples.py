@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.data.mixture import Mixture, SourceEntry
-from tpengine.data.order import Position
-from tpengine.data.samples import Batch, PackedBatch, Samples
+from tpengine.data.samples import Samples
+from tpengine.training.samples import Batch, PackedBatch, Position
 
 
 class _OfSources:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tpengine.checkpoint.fingerprint import of_files
 from tpengine.config import Config
 from tpengine.data.content import content_sha256, forget_on_host, note_sha256, noted_sha256, once_per_host
-from tpengine.data.fingerprint import of_files
 from tpengine.data.fit_index import FitIndex, first_file
 from tpengine.data.samples import HasDocuments
 from tpengine.data.source import open_text as open_files

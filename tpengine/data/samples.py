@@ -1,13 +1,12 @@
 """Samples of a text, read by their numbers: its windows, or whole documents as an index puts them together.
 
-What training asks of samples, also of those of a mixture, is said first. Nothing here has state: the order of samples
-is a function of (seed, global sample index) alone, so every layout of ranks, and every restart, reads the same global
-batches. The trainer turns the arrays into tensors.
+What training asks of samples, also of those of a mixture, is said in training/samples.py. Nothing here has state: the
+order of samples is a function of (seed, global sample index) alone, so every layout of ranks, and every restart, reads
+the same global batches. The trainer turns the arrays into tensors.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Protocol, runtime_checkable
@@ -17,68 +16,12 @@ from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL
 from tpengine.data.fit_index import FittedPart, Piece
-from tpengine.data.order import Position, permute, permute_one
+from tpengine.data.order import permute, permute_one
 from tpengine.data.token_file import TextTokens
+from tpengine.training.samples import Batch, PackedBatch, Position
 
-# tokens[count, S] and labels[count, S], int64.
-Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
-# These, and where documents begin in each sample.
-PackedBatch = tuple[NDArray[np.int64], NDArray[np.int64], list[NDArray[np.int64]]]
 # What padding is made of: its labels do not count, and no document sees it.
 _PADDING = 0
-
-
-class SampleReader(Protocol):
-    """Samples that are read by their numbers, as Samples and MixtureSamples are; it has no state."""
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of a sample."""
-
-    @property
-    def packs(self) -> bool:
-        """Whether a sample is documents that do not see each other."""
-
-    @property
-    def num_windows(self) -> int:
-        """Number of different samples."""
-
-    def batch(self, first_sample_index: int, count: int) -> Batch:
-        """Read samples first_sample_index, first_sample_index + 1, ..."""
-
-    def read(self, samples: NDArray[np.int64]) -> Batch:
-        """Read samples by their numbers; see Samples.read."""
-
-    def document_starts(self, samples: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Return where documents begin in samples; see Samples.document_starts."""
-
-    def read_with_starts(self, samples: NDArray[np.int64]) -> PackedBatch:
-        """Read samples, and where documents begin in them; see Samples.read_with_starts."""
-
-
-class TrainingSamples(SampleReader, Protocol):
-    """What a run trains on."""
-
-    def progress(self, position: Position) -> dict[str, float]:
-        """Return what a row of metrics says of the sources at a position; nothing of a text."""
-
-
-class HeldOut(SampleReader, Protocol):
-    """What is held out: samples 0, 1, ... are those that a loss is computed on first.
-
-    Attributes:
-        names: of the sources; one without a name, for a text.
-        shares: of each in the loss of the whole.
-    """
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    @property
-    def shares(self) -> Sequence[float]: ...
-
-    def place(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the source of each sample, and the sample's number in that source."""
 
 
 @runtime_checkable
@@ -231,48 +174,6 @@ class Samples:
             now = epochs == epoch
             places[now] = permute(places[now], num, self.seed, epoch, what)
         return places.tolist()
-
-
-def batch_digest(
-    tokens: NDArray[np.int64], labels: NDArray[np.int64], document_starts: Sequence[NDArray[np.int64]] = ()
-) -> int:
-    """Hash the windows of a batch, so that ranks that must have read the same batch can compare one number.
-
-    Hashed are the tokens and the last label of each sample: all other labels are tokens too.
-
-    Args:
-        tokens, labels: int64 [count, S], as `Samples.read` returns them.
-        document_starts: of each sample, as `Samples.document_starts` returns them; of packed samples alone.
-    Returns: at least 0 and below 2**63; equal batches have equal numbers on every machine, different ones with
-        probability 2**-63.
-    Cost: one pass over 4 bytes per token, 10 us for 2,048 tokens and 8 ms for a million on an AMD EPYC.
-    """
-    digest = hashlib.sha256(repr(tokens.shape).encode())
-    for part in (tokens, labels[:, -1]):
-        digest.update(part.astype("<u4").tobytes())
-    for starts in document_starts:
-        digest.update(len(starts).to_bytes(8, "little") + starts.astype("<i8").tobytes())
-    return int.from_bytes(digest.digest()[:8], "little") >> 1
-
-
-def first_sample_index(
-    step: int, dp_rank: int, dp: int, micro_batch: int, *, num_micro_batches: int, micro_batch_size: int
-) -> int:
-    """Return the global index of the first sample of a micro-batch.
-
-        global micro-batch g = dp_rank * num_micro_batches + micro_batch      (one contiguous block per replica)
-        index = (step * dp * num_micro_batches + g) * micro_batch_size
-
-    so one process with dp * num_micro_batches micro-batches reads the same global batch.
-
-    Args:
-        step: optimizer step.
-        dp_rank, dp: number of this replica, and how many there are.
-        micro_batch: number of the micro-batch, of the replica's num_micro_batches.
-        micro_batch_size: samples per micro-batch.
-    """
-    global_micro_batch = dp_rank * num_micro_batches + micro_batch
-    return (step * dp * num_micro_batches + global_micro_batch) * micro_batch_size
 
 
 @dataclass(frozen=True)

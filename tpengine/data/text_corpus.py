@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tpengine.checkpoint.fingerprint import with_held_out
 from tpengine.config import Config
-from tpengine.data.fingerprint import with_held_out
 from tpengine.data.fit_index import FitIndex, open_index
 from tpengine.data.opened_text import OpenedText, open_text
 from tpengine.data.samples import Samples, fitted

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from tpengine.data.documents import BEGINNING, Place
-from tpengine.data.tokenizer import TextTokenizer
+from tpengine.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

@@ -25,8 +25,8 @@ import numpy as np
 
 from tpengine.data.documents import Place
 from tpengine.data.encode import EncodedBatch, encode_windows
-from tpengine.data.tokenizer import TextTokenizer
 from tpengine.data.windows import Window
+from tpengine.tokenizer import TextTokenizer
 
 _SIZE = struct.Struct("<Q")
 _HEAD = struct.Struct("<BQQ")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tpengine.config import ModelConfig
-from tpengine.data.tokenizer import TOKENIZER, TextTokenizer
+from tpengine.tokenizer import TOKENIZER, TextTokenizer
 
 _BYTES = 256
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"

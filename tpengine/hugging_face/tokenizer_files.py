@@ -15,9 +15,9 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from tpengine.data.tokenizer import TOKENIZER, TextTokenizer
 from tpengine.files import written_beside
 from tpengine.hugging_face.directory import CONFIG, ModelDirectory
+from tpengine.tokenizer import TOKENIZER, TextTokenizer
 
 COMPANIONS = (
     "tokenizer.json",

@@ -18,7 +18,6 @@ from torch import Tensor
 from tpkernels.random import uniform
 
 from tpengine.config import num_evaluated
-from tpengine.data import batch_digest
 from tpengine.distributed.agreement import all_gather_json, broadcast_json
 from tpengine.distributed.process import to_device
 from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
@@ -29,6 +28,7 @@ from tpengine.pipeline.executor import Executor
 from tpengine.pipeline.stage import RankPipeline
 from tpengine.plan import Kind
 from tpengine.training.planned_run import RunError
+from tpengine.training.samples import batch_digest
 from tpengine.training.step_batch import documents_of
 from tpengine.training.train_state import TrainState
 from tpengine.training.train_step import WeightMoves

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from tpengine.checkpoint.resume import Checkpoint
 from tpengine.config import Config
-from tpengine.data import Corpus
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.meeting import Meeting
 from tpengine.layout.step_plan import Layout
@@ -18,6 +19,18 @@ from tpengine.observe.console import HeldBytes
 from tpengine.observe.records import Recording
 from tpengine.plan import Plan, Residency
 from tpengine.runs.restoring import Beginning
+from tpengine.training.samples import Corpus
+
+
+class ContentWatch(contextlib.AbstractContextManager["ContentWatch"], Protocol):
+    """Watches, while a run goes on, that its texts keep their content; a context manager."""
+
+    @property
+    def flag(self) -> int:
+        """0 while nothing is wrong; else a number for `explain`, of which the largest of all ranks may be taken."""
+
+    def explain(self, flag: int) -> str:
+        """Return in one line what a rank's flag means; the same line on every rank."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,7 @@ class Job:
         shared_cores: number of cores that the ranks of this host share as threads; 0 if the user set the threads.
         meeting: where the ranks have met.
         wings: what others do for the run.
+        content: whether the texts are still what they were when the run began.
         run_dir: existing directory for config.toml, the file of a schedule of the user's own, metrics.jsonl and
             TensorBoard events, on rank 0; None elsewhere.
         checkpoint: where to continue, unless a rank cannot use it; None starts at step 0.
@@ -62,6 +76,7 @@ class Job:
     residency: Residency
     meeting: Meeting
     wings: Wings
+    content: ContentWatch
     run_dir: Path | None
     checkpoint: Checkpoint | None
     beginning: Beginning | None = None

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from tpengine.checkpoint.resume import Checkpoint
 from tpengine.checkpoint.upload import Uploads
-from tpengine.data import CPU_SHARE, GPU_SHARE, ContentChecks
 from tpengine.distributed.agreement import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
 from tpengine.hugging_face.tokenizer_files import kept_tokenizer
@@ -86,7 +85,6 @@ class _Run:
 
     Attributes:
         checkpoint: where it continues; None at step 0.
-        content: checks that the texts are still what they were when the run began.
     """
 
     job: Job
@@ -97,7 +95,6 @@ class _Run:
     checkpoints: RunCheckpoints
     skipped: SkippedSteps
     spikes: SpikeAnswers
-    content: ContentChecks
     evaluation: Evaluation
 
     @property
@@ -139,12 +136,9 @@ def _set_up(job: Job, watch: Watch) -> _Run:
     checkpoints = RunCheckpoints(state, planned, job.run_dir)
     skipped = SkippedSteps(planned, watch.activity, job.run_dir)
     spikes = SpikeAnswers(trainer, job.run_dir, checkpoints, job.beginning if checkpoint is None else None)
-    share = GPU_SHARE if job.device.type == "cuda" else CPU_SHARE
-    texts = [text for corpus in job.corpora for text in corpus.texts]
-    content = ContentChecks(texts, job.launch.rank, reads=job.launch.local_rank == 0, share=share)
     console, first_step = console_for(job.launch.rank), 0 if checkpoint is None else checkpoint.index.step
     evaluation = Evaluation(state, job.run_dir, console, partial(_decoder, job, console), first_step)
-    return _Run(job, watch, console, trainer, checkpoint, checkpoints, skipped, spikes, content, evaluation)
+    return _Run(job, watch, console, trainer, checkpoint, checkpoints, skipped, spikes, evaluation)
 
 
 def _ranks_of(job: Job, state: TrainState) -> AwaitedRanks:
@@ -167,7 +161,7 @@ def _loop(run: _Run) -> Uploads | None:
     with (
         open_writer(trainer.planned, state, job, run.console, run.checkpoint) as writer,
         checkpoints,
-        run.content as content,
+        job.content as content,
         contextlib.closing(trainer),
     ):
         say = partial(run.console.print, markup=False, highlight=False)
@@ -288,9 +282,9 @@ def _end_steps(run: _Run, pause: Pause, held_out: float | None) -> None:
     """Wait for the last checkpoint, then handle a signal or a changed text that came during the last step."""
     watch, checkpoints = run.watch, run.checkpoints
     checkpoints.wait()
-    stop_signal, content_flag = max_over_ranks([float(watch.stop), float(run.content.flag)], run.job.device)
+    stop_signal, content_flag = max_over_ranks([float(watch.stop), float(run.job.content.flag)], run.job.device)
     if content_flag:
-        raise RunError(run.content.explain(int(content_flag)))
+        raise RunError(run.job.content.explain(int(content_flag)))
     if stop_signal:
         pause.leave(run.job.config.train.steps, int(stop_signal), held_out)
     watch.activity.last_checkpoint = checkpoints.where()
@@ -331,7 +325,7 @@ def _figures(begin: float, run: _Run) -> list[float]:
     long it waited for other stages (on a CPU), also that, at the place of its stage.
     """
     memory, mesh = peak_memory_bytes(run.job.device), run.trainer.state.rank.mesh
-    flags = float(run.watch.stop), float(run.content.flag), float(run.checkpoints.is_writing)
+    flags = float(run.watch.stop), float(run.job.content.flag), float(run.checkpoints.is_writing)
     figures = [time.perf_counter() - begin, float(memory), *flags]
     if run.job.device.type != "cpu" or mesh.shape.pp == 1:
         return figures

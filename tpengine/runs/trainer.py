@@ -8,7 +8,6 @@ import torch
 
 from tpengine.checkpoint.rollbacks import left_out
 from tpengine.config import Config
-from tpengine.data import Corpus, Position
 from tpengine.distributed.mesh import Communicators, Shape, build_mesh, exchange_seconds
 from tpengine.distributed.process import link_device
 from tpengine.layout.parameters import kv_replicas
@@ -20,6 +19,7 @@ from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Residency
 from tpengine.training.next_phase import enter_phase
 from tpengine.training.planned_run import PlannedRun, planned_run
+from tpengine.training.samples import Corpus, Position
 from tpengine.training.train_state import RankContext, TrainState
 from tpengine.training.train_step import TrainStep
 
@@ -35,7 +35,7 @@ class Trainer:
         activity: told what this rank does; None if nothing watches it.
         residency: what was decided where the configuration leaves it open, the same on all ranks; as layout_of.
         draws: draw the initial weights. Without, they hold anything but in padding, until somebody loads them.
-        corpora: the text of each phase (data.open_corpora); default `corpus` in all of them.
+        corpora: the text of each phase (as data.open_corpora opens them); default `corpus` in all of them.
         packs_gradients: as layout_of; default on CUDA.
 
     Attributes:

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from tpengine.config import Config, Phase, Phases, phases_of
-from tpengine.data import Corpus, for_phase
 from tpengine.distributed.process import differing_ranks
 from tpengine.layout.step_plan import Layout, phase_layouts, training_plan
 from tpengine.plan import Plan, Residency
 from tpengine.training.learning_rate import rate_of_step
+from tpengine.training.samples import Corpus
 
 
 class RunError(RuntimeError):
@@ -109,7 +109,7 @@ def planned_run(
     """
     phases = phases_of(config)
     if corpora is None:
-        corpora = [for_phase(corpus, phase) if len(phases) > 1 else corpus for phase in phases]
+        corpora = [corpus.viewed(phase.config, phase.order) if len(phases) > 1 else corpus for phase in phases]
     layouts = phase_layouts(phases, residency, packs_gradients)
     parts = tuple(
         PlannedPhase(phase, layout, training_plan(phase.config, layout), text)

@@ -1,7 +1,7 @@
 """The batch of a step: this rank's micro-batches, and the reports of all ranks on theirs, exchanged in one gather.
 
 A rank reads windows if its stage needs their tokens (the model's first chunk) or their labels (its last); the others
-read nothing. A thread reads them while the steps before compute (data/ahead.py). Every rank then reports to all
+read nothing. A thread reads them while the steps before compute (ahead.py). Every rank then reports to all
 others whether it read, a digest of its windows, and the number of valid targets. From the reports each rank computes on
 its device whether the batch is usable, and reads that at the end of the step, together with the loss. Until then a rank
 that cannot read its file computes with zeros. No rank applies the update of a batch that is not usable.
@@ -22,13 +22,14 @@ from torch import Tensor
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import IGNORED_LABEL, Config
-from tpengine.data import Position as SamplePosition
-from tpengine.data import ReadAhead, SampleReader, StepSamples, first_sample_index
 from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import link_device, to_device
 from tpengine.layers import vocab_parallel_cross_entropy
 from tpengine.layers.dropout import Position
 from tpengine.layers.rows import Documents
+from tpengine.training.ahead import ReadAhead, StepSamples
+from tpengine.training.samples import Position as SamplePosition
+from tpengine.training.samples import SampleReader, first_sample_index
 
 READING = "reading its text"
 """What a rank does while it waits for its samples; it then waits for no other rank."""
@@ -44,7 +45,7 @@ class Report(NamedTuple):
 
     Attributes:
         status: _UNREADABLE, _NOT_READ (this rank needs none) or _READ.
-        digest: digest of the windows (data.batch_digest).
+        digest: digest of the windows (samples.batch_digest).
         num_valid: number of valid targets.
     """
 

@@ -24,7 +24,6 @@ from torch import Tensor
 from tpkernels.exchange.pending import Work
 from tpkernels.ops.clip import Judged, judged
 
-from tpengine.data import Position
 from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.data_parallel.weight_buckets import WeightBuckets
 from tpengine.distributed.agreement import all_gather_json
@@ -38,6 +37,7 @@ from tpengine.plan.actions import COMPUTE
 from tpengine.training.gradient_norm import GradientNorm
 from tpengine.training.optimizer import clip_
 from tpengine.training.planned_run import RunError
+from tpengine.training.samples import Position
 from tpengine.training.spikes import Limits, StepResult
 from tpengine.training.step_batch import READING, BatchReader, TrainingBatch
 from tpengine.training.train_state import TrainState

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from tpengine.cli import main
 from tpengine.data import open_source, open_tokens, stdlib_text
-from tpengine.data.tokenizer import TextTokenizer
+from tpengine.tokenizer import TextTokenizer
 
 
 def test_the_bytes_of_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

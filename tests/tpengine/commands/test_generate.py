@@ -17,7 +17,7 @@ from support.architectures.trained_tokenizers import saved_tokenizer
 from tpengine.cli import main
 from tpengine.config import Config
 from tpengine.config.toml import dump_toml
-from tpengine.data.tokenizer import TextTokenizer
+from tpengine.tokenizer import TextTokenizer
 
 
 def said_by(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tpengine.checkpoint.fingerprint import of_mixture
 from tpengine.checkpoint.index import Index, write_index
 from tpengine.checkpoint.resume import checkpoints_of, find_checkpoint, saved_config, state_of
 from tpengine.checkpoint.run_directory import write_config
@@ -25,7 +26,6 @@ from tpengine.config import (
     validate_run,
 )
 from tpengine.data import for_phase, open_corpora, open_corpus
-from tpengine.data.fingerprint import of_mixture
 from tpengine.layout.step_plan import phase_layouts
 from tpengine.training.learning_rate import rate_of_step
 

@@ -28,8 +28,9 @@ from tpengine.data import Corpus, Position, open_corpora
 from tpengine.data.mixture import Mixture, read_table
 from tpengine.data.mixture_corpus import MixtureCorpus
 from tpengine.data.mixture_samples import MixtureSamples
-from tpengine.data.samples import PackedBatch, Samples
+from tpengine.data.samples import Samples
 from tpengine.distributed.mesh import Coordinates, Shape
+from tpengine.training.samples import PackedBatch
 from tpengine.training.step_batch import BatchReader, Report
 
 

@@ -22,7 +22,8 @@ from support.draws import over_draws
 from tpengine.commands.data_check import fit_data
 from tpengine.config import IGNORED_LABEL, Config, DataConfig, ModelConfig, TrainConfig
 from tpengine.data import Samples, batch_digest, first_sample_index, fitting, open_corpus, write_tokens
-from tpengine.data.samples import FittedSamples, PackedBatch
+from tpengine.data.samples import FittedSamples
+from tpengine.training.samples import PackedBatch
 
 DIGEST_OF_FOUR = 4831835340026645102
 

@@ -13,8 +13,8 @@ import pytest
 from support.architectures.trained_tokenizers import KINDS, hard_text, long_words, saved_tokenizer
 
 from tpengine.data import windows as module
-from tpengine.data.tokenizer import TextTokenizer
 from tpengine.data.windows import Joining, Part, cut, encoded
+from tpengine.tokenizer import TextTokenizer
 
 WHOLE, SIZE, OVERLAP = 700, 400, 96
 

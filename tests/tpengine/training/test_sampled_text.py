@@ -12,7 +12,7 @@ from support.programs import run_module
 from tokenizers import Tokenizer
 
 from tpengine.cli import main
-from tpengine.data.tokenizer import TextTokenizer
+from tpengine.tokenizer import TextTokenizer
 
 SMALL = (
     *("--train.seq-len", "32", "--train.micro-batch-size", "1", "--train.num-micro-batches", "1", "--device", "cpu"),

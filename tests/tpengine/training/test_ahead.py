@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL
 from tpengine.data import ReadAhead, Samples, batch_digest, open_tokens, write_tokens
-from tpengine.data.order import Position
-from tpengine.data.samples import PackedBatch
+from tpengine.training.samples import PackedBatch, Position
 
 
 def samples_of(path: Path, num_tokens: int = 4_000) -> Samples:

@@ -17,8 +17,8 @@ from tpengine.data import documents as documents_module
 from tpengine.data import encode as encode_module
 from tpengine.data.documents import Documents
 from tpengine.data.encode import tokens_of
-from tpengine.data.tokenizer import TextTokenizer
 from tpengine.data.windows import cut
+from tpengine.tokenizer import TextTokenizer
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL
-from tpengine.data.samples import SampleReader, batch_digest
+from tpengine.training.samples import SampleReader, batch_digest
 
 Numbers = NDArray[np.int64]
 # A file system that does not answer must not keep a run from ending.
@@ -34,7 +34,7 @@ class StepSamples:
     Attributes:
         tokens, labels: int64 [count, S]; None on a rank that needs neither, and with an error.
         starts: where documents begin in each sample; none where sequences are whole.
-        digest: of all of it (windows.batch_digest); 0 without tokens.
+        digest: of all of it (batch_digest); 0 without tokens.
         num_valid: labels that count.
         error: why it could not be read, in one line; empty if it could.
     """

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from support.mixtures import mixed_config, write_mixture
 
+from tpengine.checkpoint.fingerprint import of_files, of_mixture
 from tpengine.data import change_of, open_corpus, write_tokens
-from tpengine.data.fingerprint import of_files, of_mixture
 
 A, B, C = "100 uint8 tokens", "200 uint8 tokens", "300 uint8 tokens"
 
