@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -190,15 +190,17 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
         checkpoint = find_checkpoint(config, fingerprints, fingerprint_of_ends=ends)
     beginning = None
     if config.model.path and checkpoint is None:
-        from tpengine.runs.restoring import check_beginning
+        from tpengine.hugging_face.beginning import WeightsOfPath
 
-        beginning = check_beginning(config.model)
+        beginning = WeightsOfPath.of(config.model)
     cores = shared_cores if device.type == "cpu" else 0
     return _Prepared(config, corpora, device, cores, residency, run_dir, lock, checkpoint, beginning)
 
 
 def wings() -> Wings:
     """Return what a run has other rooms do."""
+    from tpengine.hugging_face.beginning import WeightsOfPath
+    from tpengine.hugging_face.tokenizer_files import kept_tokenizer
     from tpengine.planner.draw.learning_rate import draw_learning_rate
     from tpengine.planner.machine import machine_on
     from tpengine.planner.modelled.costs import bytes_per_rank
@@ -206,11 +208,17 @@ def wings() -> Wings:
     from tpengine.planner.profiles.recorded import write_recording
     from tpengine.runs.job import Wings
 
+    def decoder_of(run_dir: Path) -> Callable[[list[int]], str] | None:
+        tokenizer = kept_tokenizer(run_dir)
+        return None if tokenizer is None else tokenizer.decode
+
     return Wings(
         bytes_per_rank=bytes_per_rank,
         memory_of=lambda config, layout, plan, device: memory_of(config, layout, plan, machine_on(device)),
         draw_learning_rate=draw_learning_rate,
         write_recording=write_recording,
+        find_beginning=WeightsOfPath.of,
+        decoder_of=decoder_of,
     )
 
 

@@ -29,8 +29,9 @@ from tpengine.commands.generate import find_model
 from tpengine.config.settings import round_up
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.generation.decoder import MOST_ROWS, Decoder, rows_to_prepare
-from tpengine.generation.rank import build, fill
+from tpengine.generation.rank import build
 from tpengine.generation.text import Drawing
+from tpengine.hugging_face.beginning import fill_model
 from tpengine.layout.step_plan import layout_of
 from tpengine.model.meta_modules import Uninitialized
 from tpengine.model.parts import FastParts
@@ -81,7 +82,7 @@ class Member:
         with Uninitialized():
             self._training = Transformer(parts).requires_grad_(False)
         for model, num_rows in ((self._ranks.model, rows_to_prepare(1)), (self._training, MOST_ROWS)):
-            fill(model, config)
+            fill_model(model, config)
             model.prepare(num_rows)
 
     @torch.no_grad()

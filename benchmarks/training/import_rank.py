@@ -28,6 +28,7 @@ from benchmarks.harness import resident_memory
 from tpengine.architectures.model_path import model_at
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, validate
 from tpengine.distributed.mesh import Shape, build_mesh
+from tpengine.hugging_face.beginning import check_beginning
 from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.names import stored_of
 from tpengine.hugging_face.read import BoxReader
@@ -35,7 +36,6 @@ from tpengine.layout.step_plan import layout_of
 from tpengine.model.meta_modules import Uninitialized
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
-from tpengine.runs.restoring import check_beginning
 
 _PAGE_BYTES = 4096
 

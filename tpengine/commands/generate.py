@@ -24,7 +24,7 @@ from tpengine.generation.text import Drawing, Stream, Vocabulary, marks_of, voca
 from tpengine.hugging_face.directory import open_directory
 from tpengine.terminal import write_text
 
-_RANK = "tpengine.generation.rank:GeneratingRank"
+_RANK = "tpengine.commands.generate_rank:generating_rank"
 
 
 @dataclass(frozen=True)

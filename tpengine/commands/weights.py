@@ -50,6 +50,7 @@ from tpengine.checkpoint.storage import Block, fill
 from tpengine.config import Config, ModelConfig
 from tpengine.dtypes import FILE_BITS, FILE_NAMES
 from tpengine.files import new_directory, sync_directory
+from tpengine.hugging_face.beginning import check_beginning
 from tpengine.hugging_face.directory import CONFIG, ModelDirectory, check_tied
 from tpengine.hugging_face.names import name_of, stored_of, tied_names
 from tpengine.hugging_face.read import BoxReader
@@ -64,7 +65,7 @@ from tpengine.hugging_face.write import (
 )
 from tpengine.layout.parameters import EMBEDDING, HEAD
 from tpengine.layout.stored import Stored
-from tpengine.runs.restoring import check_beginning, checkpoint_of
+from tpengine.runs.restoring import checkpoint_of
 from tpengine.terminal import escaped, raw
 from tpengine.torch_dtypes import TORCH_DTYPES
 from tpengine.training.checkpoint_blocks import MASTER, hf_name

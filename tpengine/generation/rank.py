@@ -7,6 +7,7 @@ it in one line.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -20,7 +21,6 @@ from tpengine.distributed.mesh import Communicators, Shape, build_mesh
 from tpengine.distributed.process import choose_device, link_device
 from tpengine.generation.decoder import Decoder, Ranks, most_rows, rows_to_prepare
 from tpengine.generation.text import Drawing
-from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.layers.collectives import WholeRows
 from tpengine.layers.rows import cache_bytes
 from tpengine.layout.parameters import kv_replicas, pieces_of, stage_specs
@@ -28,8 +28,7 @@ from tpengine.layout.step_plan import Layout, layout_of
 from tpengine.model.meta_modules import Uninitialized
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
-from tpengine.runs.restoring import Beginning, check_beginning, fill_from_files, on_all_ranks
-from tpengine.training.checkpoint_blocks import hf_name, load_blocks, weights_of_model
+from tpengine.runs.restoring import on_all_ranks
 from tpengine.training.planned_run import RunError
 
 
@@ -53,21 +52,6 @@ def build(config: Config, layout: Layout, device: torch.device) -> Ranks:
     return Ranks(config, layout, mesh, comms, model.requires_grad_(False), device)
 
 
-def fill(model: Transformer, config: Config) -> None:
-    """Fill a model's weights from config.model.path; collective.
-
-    Raises:
-        RunError, CheckpointError: on all ranks alike: weights that are not those of the model, or a damaged file.
-    """
-    found: list[Beginning] = []
-    on_all_ranks(lambda: found.append(check_beginning(config.model)))
-    (beginning,) = found
-    if isinstance(beginning, ModelDirectory):
-        on_all_ranks(lambda: fill_from_files(config.model, beginning, weights_of_model(model)))
-    else:
-        load_blocks(((hf_name(name), block) for name, block in weights_of_model(model)), *beginning)
-
-
 class GeneratingRank:
     """What a started rank holds (distributed/local_ranks.py).
 
@@ -77,13 +61,23 @@ class GeneratingRank:
         room: how many tokens each is continued by at most.
         drawing: how.
         num_threads: of a rank on a CPU.
+        fill: fills a model's weights from config.model.path; collective. It raises RunError or CheckpointError, on all
+            ranks alike.
     """
 
-    def __init__(self, config: Config, prompts: list[list[int]], room: int, drawing: Drawing, num_threads: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        prompts: list[list[int]],
+        room: int,
+        drawing: Drawing,
+        num_threads: int,
+        fill: Callable[[Transformer, Config], None],
+    ) -> None:
         torch.set_num_threads(num_threads)
         rows = most_rows([len(prompt) for prompt in prompts])
         self._config = replace(config, train=replace(config.train, seq_len=rows))
-        self._prompts, self._room, self._drawing = prompts, room, drawing
+        self._prompts, self._room, self._drawing, self._fill = prompts, room, drawing, fill
 
     def prepare(self) -> tuple[str, int]:
         """Build the model and read its weights; collective.
@@ -99,7 +93,7 @@ class GeneratingRank:
             copies = 1 + (device.type == "cpu" and config.train.dtype == "float32" and has_onednn())
             on_all_ranks(lambda: _check_memory(copies * weights, cache, device))
             ranks = build(config, layout, device)
-            fill(ranks.model, config)
+            self._fill(ranks.model, config)
             # On a CPU: a copy of the weights that products of few rows read up to twice as fast.
             ranks.model.prepare(rows_to_prepare(len(self._prompts)))
         except (RunError, ValueError) as problem:  # a CheckpointError is one

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from tpengine.checkpoint.resume import Checkpoint
-from tpengine.config import Config
+from tpengine.config import Config, ModelConfig
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.meeting import Meeting
 from tpengine.layout.step_plan import Layout
@@ -42,12 +42,17 @@ class Wings:
         memory_of: what a rank holds by a plan, by stage, of a phase on a device, cpu or cuda.
         draw_learning_rate: the rate of a step, the number of steps, and the first steps of later phases, as an SVG.
         write_recording: write and draw recorded steps.
+        find_beginning: the weights that model.path has; ValueError if they cannot be used.
+        decoder_of: what makes text of tokens, by what a run's directory keeps of the weights that it began with; None
+            where there is nothing, ValueError where it cannot be opened.
     """
 
     bytes_per_rank: Callable[[Config, Layout], Sequence[tuple[int, int]]]
     memory_of: Callable[[Config, Layout, Plan, str], Sequence[HeldBytes]]
     draw_learning_rate: Callable[[Callable[[int], float], int, Sequence[int]], str]
     write_recording: Callable[[Recording], None]
+    find_beginning: Callable[[ModelConfig], Beginning]
+    decoder_of: Callable[[Path], Callable[[list[int]], str] | None]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from tpengine.checkpoint.resume import Checkpoint
 from tpengine.checkpoint.upload import Uploads
 from tpengine.distributed.agreement import broadcast_json
 from tpengine.distributed.process import max_over_ranks, start, stop
-from tpengine.hugging_face.tokenizer_files import kept_tokenizer
 from tpengine.last_words import forget_last_words
 from tpengine.observe.activity import OtherRanks
 from tpengine.observe.console import ProgressLine, console_for, show_held_out, show_next
@@ -28,7 +27,7 @@ from tpengine.runs.checkpoints import RunCheckpoints
 from tpengine.runs.job import Job
 from tpengine.runs.opening import open_writer
 from tpengine.runs.profiler import Profiler
-from tpengine.runs.restoring import begin_from, restore_newest
+from tpengine.runs.restoring import restore_newest
 from tpengine.runs.skipped_steps import SkippedSteps
 from tpengine.runs.spike_answers import SpikeAnswers
 from tpengine.runs.trainer import Trainer
@@ -128,14 +127,15 @@ def _set_up(job: Job, watch: Watch) -> _Run:
     checkpoint = restore_newest(state, planned, job.checkpoint)
     if checkpoint is None and job.beginning is not None:
         watch.activity.begin("reading the weights to begin with", timed=False)
-        begin_from(state, job.beginning)
+        job.beginning.fill(state)
     elif checkpoint is None and not draws:
         # The checkpoint that was there has been removed meanwhile.
         state.draw_weights()
     trainer.enter_phase_of(0 if checkpoint is None else checkpoint.index.step)
     checkpoints = RunCheckpoints(state, planned, job.run_dir)
     skipped = SkippedSteps(planned, watch.activity, job.run_dir)
-    spikes = SpikeAnswers(trainer, job.run_dir, checkpoints, job.beginning if checkpoint is None else None)
+    beginning = job.beginning if checkpoint is None else None
+    spikes = SpikeAnswers(trainer, job.run_dir, checkpoints, beginning, job.wings.find_beginning)
     console, first_step = console_for(job.launch.rank), 0 if checkpoint is None else checkpoint.index.step
     evaluation = Evaluation(state, job.run_dir, console, partial(_decoder, job, console), first_step)
     return _Run(job, watch, console, trainer, checkpoint, checkpoints, skipped, spikes, evaluation)
@@ -311,11 +311,10 @@ def _decoder(job: Job, console: Console) -> Callable[[list[int]], str] | None:
     if job.run_dir is None:
         return None
     try:
-        tokenizer = kept_tokenizer(job.run_dir)
+        return job.wings.decoder_of(job.run_dir)
     except ValueError as error:
         console.print(f"the sample is shown as ids: {error}", markup=False, highlight=False, soft_wrap=True)
         return None
-    return None if tokenizer is None else tokenizer.decode
 
 
 def _figures(begin: float, run: _Run) -> list[float]:

@@ -26,8 +26,6 @@ from tpengine.config.lengths import amount_of
 from tpengine.config.rules import zero_in_words
 from tpengine.distributed.agreement import broadcast_json
 from tpengine.files import write_beside
-from tpengine.hugging_face.directory import ModelDirectory
-from tpengine.hugging_face.tokenizer_files import hand_on, keep_source
 from tpengine.last_words import RANK_FAILED, USER_ERROR
 from tpengine.observe.console import show_padding, show_phases, show_plan
 from tpengine.observe.metrics import BackgroundWriter, MetricsWriter
@@ -162,7 +160,7 @@ def _say_what_will_happen(
         used = replace(phase_config, device="cuda" if device.type == "cuda" else "cpu")
         _say_what_is_resumed(console, used, checkpoint)
     _say_where_learning_ends(console, planned)
-    if isinstance(job.beginning, ModelDirectory) and (left_out := dropout_not_taken(config.model)):
+    if job.beginning is not None and (left_out := dropout_not_taken(config.model)):
         console.print(left_out, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -230,8 +228,4 @@ def _keep_beginning(job: Job) -> None:
     """Keep, beside the run, what goes with the weights it begins with."""
     if job.run_dir is None or job.checkpoint is not None or job.beginning is None:
         return
-    if isinstance(job.beginning, ModelDirectory):
-        keep_source(job.beginning, job.run_dir)
-    else:
-        # A checkpoint lies two folders below its run.
-        hand_on(job.beginning[0].parent.parent, job.run_dir)
+    job.beginning.keep(job.run_dir)

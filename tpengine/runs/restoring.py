@@ -5,50 +5,46 @@ damaged index or a wrong size is found by each rank before any process group exi
 are found when it is loaded, by the one rank that hashes it. In both cases all ranks skip that checkpoint together. Once
 an older one is loaded, the damaged one is renamed, not removed, since the run will save its step again.
 
-`check_beginning` refuses, before a process group exists, what cannot be loaded; `begin_from` fills a state, each
-rank with what it holds. Moments begin at zero and steps at 0: only weights are taken.
+Weights to begin with are handed in (`Beginning`); moments begin at zero and steps at 0.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
-from tpengine.architectures.model_path import run_of
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, read_index
 from tpengine.checkpoint.resume import Checkpoint, checkpoints_of, find_checkpoint
-from tpengine.checkpoint.storage import Block
-from tpengine.config import Config, ModelConfig
+from tpengine.config import Config
 from tpengine.distributed.agreement import all_gather_json, broadcast_json
-from tpengine.hugging_face.directory import ModelDirectory, check_tensors, check_tied, open_directory
-from tpengine.hugging_face.names import ignorable, stored_of, tied_names, wanted, with_prefix
-from tpengine.hugging_face.read import BoxReader
 from tpengine.last_words import one_line
-from tpengine.training.checkpoint_blocks import load_weights, masters_of, restore
+from tpengine.training.checkpoint_blocks import restore
 from tpengine.training.planned_run import PlannedRun, RunError
 from tpengine.training.train_state import TrainState
 
-Beginning = ModelDirectory | tuple[Path, Index]
 
+class Beginning(Protocol):
+    """Weights that step 0 of a run starts from; whoever reads them has checked names and shapes on this rank."""
 
-def check_beginning(model: ModelConfig) -> Beginning:
-    """Return what model.path has, with all names and shapes checked; no weight is read.
+    def fill(self, state: TrainState) -> None:
+        """Fill the weights of a state that is at step 0, of any layout; collective.
 
-    Raises:
-        ValueError: weights that are not those of the model, or that cannot be read.
-    """
-    if (run := run_of(model.path)) is not None:
-        return checkpoint_of(*run)
-    directory = with_prefix(open_directory(model.path), model)
-    check_tensors(directory, wanted(model), ignorable(model))
-    return directory
+        Raises:
+            RunError: on all ranks alike: a file cannot be read, or is damaged.
+        """
+
+    def keep(self, run_dir: Path) -> None:
+        """Keep in a run's directory what goes with the weights.
+
+        Raises:
+            ValueError, OSError: it cannot be read or written.
+        """
 
 
 def checkpoint_of(run: Path, step: int | None) -> tuple[Path, Index]:
@@ -68,45 +64,6 @@ def checkpoint_of(run: Path, step: int | None) -> tuple[Path, Index]:
         except DamagedCheckpoint as error:
             problem = str(error)
     raise ValueError(f"a run to begin from must have a whole checkpoint: {run}: {problem}: use another run")
-
-
-def begin_from(state: TrainState, found: Beginning) -> None:
-    """Fill the weights of a state; collective.
-
-    Args:
-        state: at step 0, of any layout.
-        found: what check_beginning has returned on this rank.
-
-    Raises:
-        RunError: on all ranks alike: a file cannot be read, or is damaged.
-    """
-    if isinstance(found, ModelDirectory):
-        on_all_ranks(lambda: _fill_from_files(state, found))
-        return
-    try:
-        load_weights(state, *found)
-    except CheckpointError as error:
-        raise RunError(str(error)) from None
-
-
-def _fill_from_files(state: TrainState, directory: ModelDirectory) -> None:
-    fill_from_files(state.part.config.model, directory, masters_of(state))
-    state.optimizer.round_masters()
-
-
-def fill_from_files(model: ModelConfig, directory: ModelDirectory, blocks: Iterable[tuple[str, Block]]) -> None:
-    """Fill blocks of parameters, each by the parameter's name; the tied head is compared, a share of it on each rank.
-
-    Raises:
-        ValueError: on this rank: a file cannot be read, or the tied head differs.
-    """
-    places, found = stored_of(model), list(blocks)
-    # On a GPU copies over the bus take turns.
-    num_threads = torch.get_num_threads() if all(block.tensor.device.type == "cpu" for _, block in found) else 1
-    with BoxReader(directory) as reader:
-        if (tied := tied_names(model)) is not None:
-            check_tied(directory, reader.source, *tied, (dist.get_rank(), dist.get_world_size()))
-        reader.fill_all([(places[name][1], block.offset, block.tensor) for name, block in found], num_threads)
 
 
 def on_all_ranks(fill: Callable[[], None]) -> None:
@@ -163,7 +120,7 @@ def restore_beginning(state: TrainState, beginning: Beginning | None) -> None:
     if beginning is None:
         state.draw_weights()
     else:
-        begin_from(state, beginning)
+        beginning.fill(state)
 
 
 def _restored(

@@ -13,15 +13,17 @@ The run's beginning counts as a checkpoint where the first was still to come.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tpengine.architectures.model_path import run_of
 from tpengine.checkpoint.rollbacks import FILE_NAME, Rollback, joined, read_rollbacks, rollback_of, write_rollbacks
+from tpengine.config import ModelConfig
 from tpengine.distributed.agreement import broadcast_json
 from tpengine.files import keep_aside
 from tpengine.runs.checkpoints import RunCheckpoints
-from tpengine.runs.restoring import Beginning, check_beginning, restore_beginning, restore_older
+from tpengine.runs.restoring import Beginning, restore_beginning, restore_older
 from tpengine.runs.trainer import Trainer
 from tpengine.training.planned_run import RunError
 from tpengine.training.spikes import StepResult
@@ -39,15 +41,22 @@ class SpikeAnswers:
             list aside.
         checkpoints: of the run.
         beginning: the weights that it began with, if it begins now.
+        find_beginning: finds the weights of model.path again, for a run that has been resumed; ValueError if it cannot.
 
     Raises:
         RunError: on all ranks alike: the list cannot be read.
     """
 
     def __init__(
-        self, trainer: Trainer, run_dir: Path | None, checkpoints: RunCheckpoints, beginning: Beginning | None
+        self,
+        trainer: Trainer,
+        run_dir: Path | None,
+        checkpoints: RunCheckpoints,
+        beginning: Beginning | None,
+        find_beginning: Callable[[ModelConfig], Beginning],
     ) -> None:
-        self._trainer, self._checkpoints, self._beginning = trainer, checkpoints, beginning
+        self._trainer, self._checkpoints = trainer, checkpoints
+        self._beginning, self._find_beginning = beginning, find_beginning
         self._path = None if run_dir is None else run_dir / FILE_NAME
         found: dict[str, Any] = {"rollbacks": [], "error": ""}
         if self._path is not None:
@@ -162,7 +171,7 @@ class SpikeAnswers:
                 f"a rollback to a run's beginning needs its weights: {model.path} may have others by now: give RUN@STEP"
             )
         try:
-            return check_beginning(model)
+            return self._find_beginning(model)
         except ValueError as error:
             raise RunError(str(error)) from None
 

@@ -17,10 +17,10 @@ from tpengine.architectures.model_path import model_at
 from tpengine.config import Config, ModelConfig, validate
 from tpengine.config.toml import dump_toml
 from tpengine.data import open_corpus
+from tpengine.hugging_face.beginning import begin_from, check_beginning
 from tpengine.hugging_face.directory import ModelDirectory
 from tpengine.hugging_face.tokenizer_files import keep_source
 from tpengine.runs.checkpoints import RunCheckpoints
-from tpengine.runs.restoring import begin_from, check_beginning
 from tpengine.runs.trainer import Trainer
 
 SIZES: dict[str, dict[str, Any]] = {

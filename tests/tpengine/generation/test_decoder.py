@@ -19,9 +19,9 @@ from support.ranks.rank_pool import RankPool
 from tpkernels.ops.matmul import host
 
 from tpengine.commands.generate import Options, find_model
+from tpengine.commands.generate_rank import generating_rank
 from tpengine.generation import decoder
 from tpengine.generation.decoder import draw
-from tpengine.generation.rank import GeneratingRank
 from tpengine.generation.text import Drawing
 
 GREEDY, DRAWN = Drawing(temperature=0), Drawing(temperature=3.0, top_k=40, top_p=0.9, seed=5)
@@ -33,7 +33,7 @@ ROOM = 20
 def generated(options: Options, prompts: list[list[int]], drawing: Drawing, most_rows: int) -> list[list[int]]:
     """A rank's program: the continuation of each prompt."""
     decoder.MOST_ROWS = most_rows
-    rank = GeneratingRank(find_model(options).config, prompts, ROOM, drawing, 1)
+    rank = generating_rank(find_model(options).config, prompts, ROOM, drawing, 1)
     problem, _ = rank.prepare()
     assert not problem, problem
     return [list(tokens) for tokens in zip(*(rank.step() for _ in range(ROOM)), strict=True)]
@@ -118,7 +118,7 @@ def test_one_sequence_reads_matrices_laid_out_for_one_row(ranks: RankPool, tmp_p
 
 def exchanges_of_a_token(options: Options) -> int:
     """A rank's program: how often the tp ranks wait for each other for one token of each prompt."""
-    rank = GeneratingRank(find_model(options).config, PROMPTS, ROOM, GREEDY, 1)
+    rank = generating_rank(find_model(options).config, PROMPTS, ROOM, GREEDY, 1)
     problem, _ = rank.prepare()
     assert not problem, problem
     rank.step()
@@ -181,4 +181,4 @@ def problem_of(options: Options, room: int) -> str:
         config = find_model(options).config
     except ValueError as error:
         return str(error)
-    return GeneratingRank(config, PROMPTS, room, GREEDY, 1).prepare()[0]
+    return generating_rank(config, PROMPTS, room, GREEDY, 1).prepare()[0]

@@ -22,12 +22,12 @@ from tpengine.architectures.model_path import model_at
 from tpengine.architectures.registry import BUILT_IN
 from tpengine.config import Config, ModelConfig
 from tpengine.data import open_corpus
+from tpengine.hugging_face.beginning import begin_from, check_beginning
 from tpengine.hugging_face.directory import ModelDirectory, Source, open_directory
 from tpengine.hugging_face.names import stored_of
 from tpengine.hugging_face.read import BoxReader
 from tpengine.layout.parameters import ParameterSpec, stage_specs
 from tpengine.model.transformer import Transformer
-from tpengine.runs.restoring import begin_from, check_beginning
 from tpengine.runs.trainer import Trainer
 from tpengine.training.checkpoint_blocks import masters_of
 from tpengine.training.planned_run import RunError

@@ -21,10 +21,10 @@ from benchmarks.harness.resident_memory import follow_what_lives, forget_peak, p
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.dtypes import FILE_BITS
+from tpengine.hugging_face import beginning as beginning_module
+from tpengine.hugging_face.beginning import begin_from, check_beginning
 from tpengine.hugging_face.directory import Source
 from tpengine.hugging_face.read import REGION_BYTES, BoxReader
-from tpengine.runs import restoring as beginning_module
-from tpengine.runs.restoring import begin_from, check_beginning
 from tpengine.runs.trainer import Trainer
 from tpengine.training.checkpoint_blocks import masters_of
 
