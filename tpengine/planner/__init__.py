@@ -5,7 +5,7 @@ computes its totals.
 
 modelled/   costs from a configuration and a machine
 machine/    machines by name and by file
-profiles/   costs from a measured run
+profiles/   costs from a measured run, and the files and lines that recorded steps become
 draw/       timelines as pictures
 advice/     which layout is fastest and fits; where a layout's time and memory go
 diagnose/   a run that has recorded steps: why its step takes as long as it does
