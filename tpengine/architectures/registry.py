@@ -10,6 +10,7 @@ from pathlib import Path
 from tpengine import trust
 from tpengine.architectures import gemma3, gpt2, llama, mistral, qwen2, qwen3
 from tpengine.architectures.describe import Architecture, ConfigJson
+from tpengine.architectures.description import Half, halves_of
 from tpengine.architectures.table import Found, check_table, find
 from tpengine.config import ModelConfig
 from tpengine.config.ranges import check_model_sizes
@@ -130,3 +131,9 @@ def modules_of(model: ModelConfig) -> list[str]:
 def check_architecture(model: ModelConfig) -> None:
     """Refuse an architecture whose table does not say one thing of each parameter: see check_table."""
     check_table(architecture_of(model).table, modules_of(model))
+
+
+@functools.lru_cache(maxsize=65536)
+def layer_halves(model: ModelConfig, layer: int) -> tuple[Half, ...]:
+    """Return the halves of a model's layer number `layer`: each part with its norms."""
+    return halves_of(architecture_of(model).block(model, layer))

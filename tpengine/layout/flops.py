@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections import Counter
 
-from tpkernels.work import attention_work, visible_pairs
-
-from tpengine.config import Config
-from tpengine.layout.parameters import layer_specs, num_matmul_parameters
+from tpengine.architectures.part import Part
+from tpengine.architectures.registry import architecture_of
+from tpengine.config import Config, ModelConfig
 from tpengine.plan import Recompute
 
 
@@ -26,34 +25,31 @@ def step_flops(config: Config, *, causal_half: bool, counts_again: bool = False)
     """
     model, train = config.model, config.train
     sequences = train.micro_batch_size * train.num_micro_batches * (config.parallel.dp or 1)
-    tokens = sequences * train.seq_len
-    heads = model.num_heads, model.num_kv_heads, model.head_size
-    attention = 0
-    for window, number in Counter(model.details.windows or (0,) * model.num_layers).items():
-        is_narrow = causal_half and 0 < window < train.seq_len
-        pairs = sequences * visible_pairs([train.seq_len], window) if is_narrow else None
-        work = attention_work(sequences, train.seq_len, *heads, 1, causal_half=causal_half, pairs=pairs)
-        attention += number * work.flops
-    matmuls = 2 * num_matmul_parameters(model) * tokens
-    forward = matmuls + attention
+    head = architecture_of(model).ends(model).head_flops(model, sequences * train.seq_len)
+    blocks, attention = 0, 0
+    for part, number in _parts_of(model).items():
+        flops = number * part.flops(model, sequences, train.seq_len, causal_half=causal_half)
+        blocks, attention = blocks + flops, attention + flops * part.is_computed_again
+    forward = blocks + head
     if not counts_again:
         return 3 * forward
-    head = 2 * model.vocab_size * model.hidden_size * tokens
-    projections = 2 * _num_attention_parameters(config) * tokens
-    again = {
-        Recompute.NONE: 0,
-        Recompute.ATTENTION: attention + projections,
-        Recompute.BLOCK: forward - head,
-        Recompute.FULL: forward,
-    }[Recompute(config.parallel.recompute)]
-    return 3 * forward + again
+    again = {Recompute.NONE: 0, Recompute.ATTENTION: attention, Recompute.BLOCK: blocks, Recompute.FULL: forward}
+    return 3 * forward + again[Recompute(config.parallel.recompute)]
 
 
-def _num_attention_parameters(config: Config) -> int:
-    """Return the parameters of all layers' products around attention."""
-    return sum(
-        math.prod(spec.shape)
-        for layer in range(config.model.num_layers)
-        for spec in layer_specs(config.model, 1, layer)
-        if spec.is_matrix and ".self_attn." in spec.name
-    )
+@functools.lru_cache(maxsize=64)
+def _parts_of(model: ModelConfig) -> Counter[Part]:
+    """Return the parts of all layers, and how many there are of each."""
+    block = architecture_of(model).block
+    return Counter(part for layer in range(model.num_layers) for part in block(model, layer).values())
+
+
+@functools.lru_cache(maxsize=4096)
+def layer_flops(model: ModelConfig, layer: int, seq: int) -> tuple[int, int]:
+    """Return the flops of a layer's forward for a sequence, and how many of them `recompute attention` repeats.
+
+    Windows are not counted.
+    """
+    parts = architecture_of(model).block(model, layer).values()
+    flops = [(part, part.flops(model, 1, seq, causal_half=True, windowed=False)) for part in parts]
+    return sum(of for _, of in flops), sum(of for part, of in flops if part.is_computed_again)

@@ -10,18 +10,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from types import MappingProxyType
-from typing import Literal
 
-from tpengine.architectures.describe import Norm
+from tpengine.architectures.part import Axis, Part
 from tpengine.architectures.registry import architecture_of, rule_of
 from tpengine.config import ModelConfig
-
-# An axis of the mesh over which each rank's gradient is only a part of the sum.
-Axis = Literal["dp", "tp", "replica"]
 
 EMBEDDING = "embed_tokens.weight"
 POSITIONS = "embed_positions.weight"
@@ -44,6 +39,8 @@ class ParameterSpec:
         init_std: standard deviation of the initial values; None where all of them are `init`.
         init: the initial value of norms and biases.
         valid_rows: rows that mean something; the rest is vocabulary padding, initialised to zero.
+        over: the axes over which its part says that its gradient is summed; None for those that follow from the cut.
+        behind: the parameter behind which it lies, where one product reads both as one matrix; empty for none.
     """
 
     name: str
@@ -53,6 +50,8 @@ class ParameterSpec:
     init_std: float | None = None
     valid_rows: int | None = None
     init: float = 1.0
+    over: tuple[Axis, ...] | None = field(default=None, repr=False)
+    behind: str = field(default="", repr=False)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -67,6 +66,8 @@ class ParameterSpec:
         seen its T/tp tokens, or, as a norm of heads, its own heads: dp and tp. A replicated KV shard has seen its
         rank's query heads: dp and the replicas.
         """
+        if self.over is not None:
+            return self.over
         if self.shard_dim is None:
             return ("dp", "tp")
         return ("dp", "replica") if self.replicas > 1 else ("dp",)
@@ -152,19 +153,25 @@ def layer_specs(model: ModelConfig, tp: int, layer: int) -> tuple[ParameterSpec,
     """Parameters of one block in the order of their use in forward."""
     specs: list[ParameterSpec] = []
     for part_name, part in architecture_of(model).block(model, layer).items():
-        for name, shape in part.shapes(model).items():
-            norm = part if isinstance(part, Norm) else getattr(part, "head_norm", None)
-            specs.append(_spec(model, tp, f"layers.{layer}.{part_name}.{name}", shape, norm))
+        specs += _part_specs(model, tp, f"layers.{layer}.{part_name}", part)
     return tuple(specs)
 
 
-def _spec(model: ModelConfig, tp: int, name: str, shape: tuple[int, ...], norm: Norm | None = None) -> ParameterSpec:
-    """Return the parameter as its rule has it; a `norm` says what its weight begins with."""
-    module, _, kind = name.rpartition(".")
+def _part_specs(model: ModelConfig, tp: int, prefix: str, part: Part) -> Iterator[ParameterSpec]:
+    """Yield a part's parameters, each as its rule has it, with what the part says of it besides."""
+    behind = part.behind()
+    for name, shape in part.shapes(model).items():
+        spec = _spec(model, tp, f"{prefix}.{name}", shape, part.first_value(name))
+        before = f"{prefix}.{behind[name]}" if name in behind else ""
+        yield replace(spec, over=part.reduce_over(name), behind=before)
+
+
+def _spec(model: ModelConfig, tp: int, name: str, shape: tuple[int, ...], first: float = 0.0) -> ParameterSpec:
+    """Return the parameter as its rule has it; vectors that are whole on every rank begin as `first`."""
+    module = name.rpartition(".")[0]
     rule = rule_of(model, module).rule
     is_matrix, dim = len(shape) > 1, rule.dim_of(len(shape))
     if dim is None and not is_matrix:
-        first = norm.first_weight if norm is not None and kind == "weight" else 0.0
         return ParameterSpec(name, shape, None, init=first)
     std = init_std(model)
     if rule.cut == "row":
@@ -185,12 +192,11 @@ def stage_specs(model: ModelConfig, tp: int, first: int, last: int) -> tuple[Par
     embedding, ends = embedding_spec(model, tp), architecture_of(model).ends(model)
     if first == 0:
         specs.append(embedding)
-        if ends.has_positions:
-            specs.append(_spec(model, tp, POSITIONS, (model.details.max_positions, model.hidden_size)))
+        specs += [_spec(model, tp, POSITIONS, shape) for shape in ends.positions(model).values()]
     for layer in range(first, last):
         specs.extend(layer_specs(model, tp, layer))
     if last == model.num_layers:
-        specs += [_spec(model, tp, f"norm.{name}", shape, ends.norm) for name, shape in ends.norm.shapes(model).items()]
+        specs += _part_specs(model, tp, "norm", ends.norm)
         if not model.tie_embeddings:
             specs.append(replace(embedding, name=HEAD))
         elif first != 0:
@@ -252,6 +258,7 @@ class Gradient:
         reduce_over: axes of the ranks over which it is summed while backward runs.
         joined: lies in one bucket with the gradient before it, and right behind that.
         alone: has a bucket of its own.
+        behind: the gradient behind which it lies, where one product adds to both.
     """
 
     name: str
@@ -259,17 +266,7 @@ class Gradient:
     reduce_over: tuple[Axis, ...]
     joined: bool = False
     alone: bool = False
-
-
-# What one matmul reads as one matrix: each of these lies behind the weight that is used before it.
-_BEHIND: Mapping[str, str] = MappingProxyType(
-    {
-        "self_attn.k_proj.weight": "self_attn.q_proj.weight",
-        "self_attn.v_proj.weight": "self_attn.k_proj.weight",
-        "mlp.up_proj.weight": "mlp.gate_proj.weight",
-    }
-)
-_PACKED_BEHIND = tuple(_BEHIND)
+    behind: str = ""
 
 
 def gradients_of(specs: Sequence[ParameterSpec], tp: int, *, packed: bool = False) -> tuple[Gradient, ...]:
@@ -286,30 +283,24 @@ def gradients_of(specs: Sequence[ParameterSpec], tp: int, *, packed: bool = Fals
             spec.reduce_over,
             joined=packed
             and before is not None
-            and _lies_behind(before.name, spec.name)
+            and before.name == spec.behind
             and before.reduce_over == spec.reduce_over,
+            behind=spec.behind,
         )
         for before, spec in zip((None, *specs), specs, strict=False)
     )
 
 
-def _lies_behind(before: str, name: str) -> bool:
-    """Return whether a matmul reads the second parameter as the rows behind the first."""
-    return any(
-        name.endswith(behind) and before == name.removesuffix(behind) + first for behind, first in _BEHIND.items()
-    )
-
-
-def packs_of(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def packs_of(gradients: Sequence[Gradient]) -> tuple[tuple[str, ...], ...]:
     """Return those of a bucket's gradients, in their order, that belong to one matrix and lie behind each other."""
     packs: list[list[str]] = []
-    for before, name in itertools.pairwise(names):
-        if not _lies_behind(before, name):
+    for before, gradient in itertools.pairwise(gradients):
+        if before.name != gradient.behind:
             continue
-        if packs and packs[-1][-1] == before:
-            packs[-1].append(name)
+        if packs and packs[-1][-1] == before.name:
+            packs[-1].append(gradient.name)
         else:
-            packs.append([before, name])
+            packs.append([before.name, gradient.name])
     return tuple(map(tuple, packs))
 
 
@@ -319,7 +310,7 @@ def in_order_of_packing(pieces: Mapping[str, Piece]) -> list[str]:
     group, before = 0, ""
     for place, (name, piece) in enumerate(pieces.items()):
         # The shards of one parameter follow each other, and so do those of the parameters that are packed behind it.
-        if piece.spec.name != before and not piece.spec.name.endswith(_PACKED_BEHIND):
+        if piece.spec.name != before and not piece.spec.behind:
             group += 1
         before, keys[name] = piece.spec.name, (group, piece.holder, place)
     return sorted(pieces, key=keys.__getitem__)
@@ -337,9 +328,10 @@ def sliced_gradients(specs: Sequence[ParameterSpec], tp: int, alone: Collection[
         Gradient(
             spec.name,
             spec.local_numel(tp),
-            ("dp", "tp") if spec.shard_dim is None else ("dp",),
-            joined=spec.name.endswith(_PACKED_BEHIND),
+            tuple(axis for axis in spec.reduce_over if axis != "replica"),
+            joined=bool(spec.behind),
             alone=spec.name in alone,
+            behind=spec.behind,
         )
         for spec in specs
     )
@@ -380,8 +372,9 @@ def exact_gradients(
         Gradient(
             leaf_name(spec.name, rank, head),
             -(-spec.local_numel(num_shards) // elements) * elements,
-            ("dp",),
-            joined=sliced and (rank > 0 or spec.name.endswith(_PACKED_BEHIND)),
+            # The trees add the shards' gradients, and those of who shares a KV head.
+            tuple(axis for axis in spec.reduce_over if axis not in ("tp", "replica")),
+            joined=sliced and (rank > 0 or bool(spec.behind)),
             alone=sliced and spec.name == EMBEDDING,
         )
         for spec in specs
@@ -466,7 +459,7 @@ def bucket_layouts(
             bucket[0].reduce_over,
             tuple(g.name for g in bucket),
             tuple(g.numel for g in bucket),
-            packs_of([g.name for g in bucket]) if packed else (),
+            packs_of(bucket) if packed else (),
         )
         for bucket in closed
     )

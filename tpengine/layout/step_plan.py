@@ -13,11 +13,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tpkernels.work import attention_work, matmul_work
-
+from tpengine.architectures.registry import architecture_of
 from tpengine.config import Config, ModelConfig, Phase, Phases, num_evaluated, num_shards_of, schedule_of
 from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
 from tpengine.dtypes import dtype_bytes
+from tpengine.layout.flops import layer_flops
 from tpengine.layout.parameters import (
     EMBEDDING,
     Axis,
@@ -28,7 +28,6 @@ from tpengine.layout.parameters import (
     exact_gradients,
     gradients_of,
     kv_replicas,
-    layer_specs,
     leaf_parts,
     sliced_gradients,
     stage_specs,
@@ -51,9 +50,6 @@ from tpengine.plan import (
     verify,
 )
 from tpengine.plan.clock import whole_unit_durations
-
-# A lookup moves D elements per token. Counted as this many flops per element it still never outweighs a layer.
-_EMBEDDING_FLOPS_PER_ELEMENT = 2
 
 
 @dataclass(frozen=True)
@@ -121,29 +117,17 @@ def layer_ranges(
     Args:
         ranks: the pipeline rank of each chunk.
     """
-    d, item = model.hidden_size, 1
-    products = {
-        spec.name: matmul_work(seq, spec.shape[0], spec.shape[1], item).flops
-        for spec in layer_specs(model, 1, 0)
-        if spec.is_matrix
-    }
-    matrices = sum(products.values())
-    projections = sum(flops for name, flops in products.items() if ".self_attn." in name)
-    attention = attention_work(
-        1, seq, model.num_heads, model.num_kv_heads, model.head_size, item, causal_half=True
-    ).flops
     # Backward costs two forwards, and what it computes again.
-    ends_passes = 4 if recompute is Recompute.FULL else 3
-    again = {
-        Recompute.NONE: 0,
-        Recompute.ATTENTION: attention + projections,
-        Recompute.BLOCK: attention + matrices,
-        Recompute.FULL: attention + matrices,
-    }[recompute]
+    ends, ends_passes = architecture_of(model).ends(model), 4 if recompute is Recompute.FULL else 3
+    costs = []
+    for layer in range(model.num_layers):
+        forward, attention = layer_flops(model, layer, seq)
+        again = {Recompute.NONE: 0, Recompute.ATTENTION: attention}.get(recompute, forward)
+        costs.append(3 * forward + again)
     return partition_layers(
-        [3 * (matrices + attention) + again] * model.num_layers,
-        first_cost=ends_passes * _EMBEDDING_FLOPS_PER_ELEMENT * seq * d,
-        last_cost=ends_passes * matmul_work(seq, model.vocab_size, d, item).flops,
+        costs,
+        first_cost=ends_passes * ends.lookup_flops(model, seq),
+        last_cost=ends_passes * ends.head_flops(model, seq),
         ranks=ranks,
     )
 
