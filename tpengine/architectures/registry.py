@@ -137,3 +137,9 @@ def check_architecture(model: ModelConfig) -> None:
 def layer_halves(model: ModelConfig, layer: int) -> tuple[Half, ...]:
     """Return the halves of a model's layer number `layer`: each part with its norms."""
     return halves_of(architecture_of(model).block(model, layer))
+
+
+@functools.lru_cache(maxsize=64)
+def layers_are_alike(model: ModelConfig) -> bool:
+    """Return whether all layers of a model have the same parts."""
+    return all(layer_halves(model, layer) == layer_halves(model, 0) for layer in range(model.num_layers))

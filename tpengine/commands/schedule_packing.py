@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from tpkernels.work import visible_pairs
 
+from tpengine.architectures.part import Packed, packed_of
 from tpengine.config import Config
 from tpengine.data.fit_index import open_index
 from tpengine.data.samples import Samples, fitted
@@ -16,7 +17,6 @@ from tpengine.layout.step_plan import Layout
 from tpengine.plan import Kind, Plan
 from tpengine.planner.machine import Machine
 from tpengine.planner.modelled.costs import model_costs
-from tpengine.planner.modelled.operators import Packed, packed_of
 
 # Sequences that are looked at: the first ones of the run's own order, which is a random one.
 _MOST_SAMPLES = 4096

@@ -10,7 +10,7 @@ from tpengine.config import Config
 from tpengine.layout.step_plan import Layout
 from tpengine.plan import Chunk, Kind, Plan, Recompute
 from tpengine.planner.machine import Machine
-from tpengine.planner.modelled.chunk import ChunkActions
+from tpengine.planner.modelled.chunk import ChunkActions, TimedHalf
 from tpengine.planner.modelled.costs import machine_of_ranks, seconds_of_chunks
 from tpengine.planner.modelled.operators import ActionSeconds, KnownSums, OperatorSum
 
@@ -50,17 +50,17 @@ class EngineChunk(ChunkActions):
         is_last: bool,
         known: KnownSums,
     ) -> None:
-        attention = EngineAttention(operators, config.train.micro_batch_size)
-        super().__init__(operators, attention, config.model, chunk, is_first, is_last, known)
-        self.own, self.engine = operators, operators.engine
+        super().__init__(operators, config.model, chunk, is_first, is_last, known)
+        self.own, self.engine, self.attention = operators, operators.engine, EngineAttention(operators)
+        assert len(self.blocks) <= 1, "the blocks of a published model must be alike: one has a window"
 
-    def again(self, attention: OperatorSum, mlp: OperatorSum, forward: OperatorSum) -> OperatorSum:
+    def again(self, attention: OperatorSum, blocks: OperatorSum, forward: OperatorSum) -> OperatorSum:
         """Return what backward computes again: parts of forward, or of each block what the engine does not keep."""
         if self.chunk.recompute is not Recompute.NONE:
-            return super().again(attention, mlp, forward)
+            return super().again(attention, blocks, forward)
         if self.engine.computes_half_again:
             return self._half_of_block() * self.num_blocks
-        return self.each_block(self.attention.attend) if self.engine.computes_scores_again else OperatorSum()
+        return self.attention.attend() * self.num_blocks if self.engine.computes_scores_again else OperatorSum()
 
     def _half_of_block(self) -> OperatorSum:
         """Return what selective checkpointing by operator computes again of one block.
@@ -70,8 +70,8 @@ class EngineChunk(ChunkActions):
         """
         operators, size = self.own, self.own.size
         parts = (
-            operators.norm(),
-            operators.norm(residual=True),
+            operators.norm(self.model_ends.norm),
+            operators.norm(self.model_ends.norm, residual=True),
             operators.by_columns(size.kv_heads * size.head_size, 1),
             operators.rope(),
             operators.by_rows(size.heads * size.head_size, 0),
@@ -85,31 +85,34 @@ class EngineChunk(ChunkActions):
         """Return the copies of gathered weights out of their buffer."""
         return self.own.copied_weights() * self.num_blocks
 
-    def attention_of_block(self, window: int | None) -> OperatorSum:
+    def first_half(self, half: TimedHalf) -> OperatorSum:
         """Return the attention half of a block forward; what is behind its last product may be a kernel."""
-        return super().attention_of_block(window) + self.own.dropped()
+        operators = self.own
+        qkv, output, _, _ = operators.products(1)
+        norm = operators.norm(half.norm, residual=self.leaves_sums)
+        return norm + qkv + operators.rope() + self.attention.attend() + output + operators.dropped()
 
-    def mlp_of_block(self) -> OperatorSum:
+    def later_half(self, half: TimedHalf) -> OperatorSum:
         """Return the feed-forward half of a block forward; a norm may not add the residual."""
         operators = self.own
         _, _, gate_up, down = operators.products(1)
         return (
             gate_up
             + down
-            + operators.norm(residual=self.engine.joins_residuals)
+            + operators.norm(half.norm, residual=self.engine.joins_residuals)
             + operators.activation()
             + operators.dropped()
             + operators.steps()
         )
 
-    def input_half_of_block(self, window: int | None) -> OperatorSum:
+    def input_half_of_block(self, halves: tuple[TimedHalf, ...]) -> OperatorSum:
         """Return the input half of a block's backward."""
         operators = self.own
         between = (
             operators.rope(backward=True)
-            + self.attention.attend(window, backward=True)
-            + operators.norm(backward=True)
-            + operators.norm(residual=True, backward=True)
+            + self.attention.attend(backward=True)
+            + operators.norm(halves[0].norm, backward=True)
+            + operators.norm(halves[1].norm, residual=True, backward=True)
             + operators.activation(backward=True)
             + operators.dropped() * 2
             + operators.norms_again()
@@ -118,9 +121,11 @@ class EngineChunk(ChunkActions):
         )
         return sum((between, *operators.products(1, "input_gradient")), OperatorSum())
 
-    def weight_half_of_block(self, rows_again: int) -> OperatorSum:
+    def weight_half_of_block(self, halves: tuple[TimedHalf, ...], rows_again: int) -> OperatorSum:
         """Return the weight half of a block's backward; a kernel may add to the gradients of other micro-batches."""
-        return super().weight_half_of_block(rows_again) + self.own.added_gradients()
+        qkv, _, gate_up, _ = self.own.products(self.columns_again, "weight_gradient")
+        _, output, _, down = self.own.products(rows_again, "weight_gradient")
+        return sum((qkv, output, gate_up, down), OperatorSum()) + self.own.added_gradients()
 
     def ends(self) -> OperatorSum:
         """Return what is before the first block and behind the last, with all logits and a loss step by step."""

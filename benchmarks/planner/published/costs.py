@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from tpkernels.work import Work
 
 from benchmarks.planner.published.chunk import engine_seconds
-from benchmarks.planner.published.engine import Engine, num_logits, sizes_for
+from benchmarks.planner.published.engine import BlockSizes, Engine, num_logits, sizes_for
 from tpengine.config import Config
 from tpengine.layout.parameters import ParameterSpec, chunk_specs
 from tpengine.layout.step_plan import Layout
@@ -25,7 +25,6 @@ from tpengine.planner import ChunkBytes, Costs
 from tpengine.planner.costs import spec_bytes
 from tpengine.planner.machine import Machine
 from tpengine.planner.modelled.costs import StepCosts, crosses_nodes
-from tpengine.planner.modelled.held import BlockBytes
 
 # Statistics of attention are float32.
 _WIDE = 4
@@ -171,7 +170,7 @@ def engine_activations(config: Config, tp: int, plan: Plan, engine: Engine) -> d
     return found
 
 
-def _kept(size: BlockBytes, config: Config, engine: Engine) -> _Kept:
+def _kept(size: BlockSizes, config: Config, engine: Engine) -> _Kept:
     rows = size.own_tokens if engine.cuts_rows else size.tokens
     x, item = rows * size.hidden * size.item, size.item
     length = config.train.seq_len
@@ -199,7 +198,7 @@ def _kept(size: BlockBytes, config: Config, engine: Engine) -> _Kept:
     return _Kept(x, whole, scores * 2 * item if engine.keeps_scores else 0, inputs + gradients)
 
 
-def _half(size: BlockBytes, block: _Kept) -> int:
+def _half(size: BlockSizes, block: _Kept) -> int:
     """Bytes of a block's input, the products that are not computed again, and attention's output with its statistics.
 
     q, v, gate and the second product of the feed-forward network, which is kept although nothing reads it.
@@ -208,6 +207,6 @@ def _half(size: BlockBytes, block: _Kept) -> int:
     return block.x + products + size.tokens * size.hidden * size.item + size.tokens * size.heads * _WIDE
 
 
-def _head(size: BlockBytes, block: _Kept, engine: Engine) -> int:
+def _head(size: BlockSizes, block: _Kept, engine: Engine) -> int:
     """Bytes of the last norm's input and output, and what the loss keeps."""
     return 2 * block.x + engine.loss_bytes[0] * num_logits(size, engine)

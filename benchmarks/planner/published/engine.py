@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tpengine.architectures.describe import Attention, FeedForward
+from tpengine.architectures.part import Sizes
+from tpengine.architectures.registry import layer_halves
 from tpengine.config import Config
 from tpengine.planner.machine import Curve
-from tpengine.planner.modelled.held import BlockBytes
 
 # Attention kernels that keep no scores: shares of a GPU's peak, from the kernels' own microbenchmarks.
 #
@@ -178,15 +180,31 @@ class Engine:
     copied_item: int = 0
 
 
-def sizes_for(config: Config, tp: int, engine: Engine) -> BlockBytes:
+@dataclass(frozen=True)
+class BlockSizes(Sizes):
+    """Sizes of a rank with what the formulas of other engines need of a published model's block.
+
+    Attributes:
+        num_gated: matrices of the feed-forward network's first product: 2 with a gate, else 1.
+        rotates: whether queries and keys are rotated by their positions.
+    """
+
+    num_gated: int = 2
+    rotates: bool = True
+
+
+def sizes_for(config: Config, tp: int, engine: Engine) -> BlockSizes:
     """Return the sizes of a block of which ranks of a context hold a share of the tokens each."""
-    size, ranks = BlockBytes.of(config, tp), engine.context_ranks
+    attention, feed_forward = (half.part for half in layer_halves(config.model, 0))
+    assert isinstance(attention, Attention) and isinstance(feed_forward, FeedForward), "published models have these"
+    size, ranks = BlockSizes.of(config, tp), engine.context_ranks
+    size = replace(size, num_gated=feed_forward.num_gated, rotates=attention.rotates)
     if ranks == 1:
         return size
     return replace(size, tokens=size.tokens // ranks, own_tokens=max(1, size.own_tokens // ranks))
 
 
-def num_logits(size: BlockBytes, engine: Engine) -> int:
+def num_logits(size: Sizes, engine: Engine) -> int:
     """Return the logits that a tp rank computes the loss of."""
     num_ranks = size.tokens // max(1, size.own_tokens) if engine.whole_logits else 1
     return size.tokens * size.vocab * num_ranks

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tpkernels.work import Work, attention_backward_work, attention_work, visible_pairs
+from tpkernels.work import (
+    Work,
+    activation_backward_work,
+    activation_work,
+    attention_backward_work,
+    attention_work,
+    norm_backward_work,
+    norm_work,
+    rope_work,
+    visible_pairs,
+)
 
-from benchmarks.planner.published.engine import Beside, Engine, num_logits, sizes_for
+from benchmarks.planner.published.engine import Beside, BlockSizes, Engine, num_logits, sizes_for
+from tpengine.architectures.norm import Norm
+from tpengine.architectures.part import Product
 from tpengine.config import Config
 from tpengine.planner.machine import Curve, Machine
-from tpengine.planner.modelled.held import BlockBytes
-from tpengine.planner.modelled.operators import AttentionOperators, Operators, OperatorSum
+from tpengine.planner.modelled.operators import Operators, OperatorSum
 
 # Per logit of a loss in float32, beside what cross_entropy_work counts: copied (2 + 4), maximum (4), difference (8),
 # exponential (8), sum (4), quotient (8). Of its gradient: product (8), copied back (4 + 2).
@@ -28,14 +39,17 @@ class EngineOperators(Operators):
         engine: what it does differently.
     """
 
+    size: BlockSizes
+
     def __init__(self, config: Config, tp: int, machine: Machine, engine: Engine) -> None:
         self.engine = engine
         super().__init__(config, tp, machine)
         if not engine.cuts_rows:
             self.rows = self.size.tokens
+        self.rotates = self.size.rotates
         self.ring_seconds = machine.link(tp, 1).gather_seconds(self.size.x * tp, tp)
 
-    def size_of(self, config: Config, tp: int) -> BlockBytes:
+    def size_of(self, config: Config, tp: int) -> BlockSizes:
         """Return the sizes of a block, of whose tokens ranks of a context hold a share each."""
         return sizes_for(config, tp, self.engine)
 
@@ -55,15 +69,39 @@ class EngineOperators(Operators):
             return four
         return tuple(self._beside(engine.beside, index, product, kind) for index, product in enumerate(four))
 
+    def product(self, product: Product, exchanges: int, kind: str = "forward") -> OperatorSum:
+        """Return a product as ours, with what adds the parts of a fused scatter of its outputs, or of dx."""
+        scatters = kind == ("input_gradient" if product.cut == "columns" else "forward")
+        return super().product(product, exchanges, kind) + self._parts_added(exchanges if scatters else 0)
+
     def by_columns(self, columns: int, exchanges: int, kind: str = "forward") -> OperatorSum:
-        """Return a product as ours, with what adds the parts of a fused scatter of its inputs' gradients."""
-        added = self._parts_added(exchanges if kind == "input_gradient" else 0)
-        return super().by_columns(columns, exchanges, kind) + added
+        """Return a product whose columns the ranks share."""
+        return self.product(Product(columns, self.size.hidden, "columns"), exchanges, kind)
 
     def by_rows(self, inner: int, exchanges: int, kind: str = "forward") -> OperatorSum:
-        """Return a product as ours, with what adds the parts of a fused scatter of its outputs."""
-        added = self._parts_added(exchanges if kind == "forward" else 0)
-        return super().by_rows(inner, exchanges, kind) + added
+        """Return a product whose inner dimension the ranks share: its outputs are partial sums."""
+        return self.product(Product(self.size.hidden, inner, "inner"), exchanges, kind)
+
+    def norm(self, norm: Norm, *, residual: bool = False, backward: bool = False) -> OperatorSum:
+        """Return a norm as ours, of the rows that the engine's ranks have."""
+        work_of = norm_backward_work if backward else norm_work
+        work = work_of(self.rows, self.size.hidden, self.size.item, residual=residual)
+        return self.others(work, name="norm_backward" if backward else "norm")
+
+    def rope(self, *, backward: bool = False) -> OperatorSum:
+        """Return the rotation of queries and keys, or of their gradients, where positions are rotations."""
+        size = self.size
+        if not self.rotates:
+            return OperatorSum()
+        work = rope_work(size.tokens, size.heads + size.kv_heads, size.head_size, size.item)
+        return self.others(work, name="rope_backward" if backward else "rope")
+
+    def activation(self, *, backward: bool = False) -> OperatorSum:
+        """Return the feed-forward network's activation, or its gradient."""
+        size = self.size
+        work_of = activation_backward_work if backward else activation_work
+        work = work_of(size.tokens, size.ffn, size.item, gated=size.num_gated > 1)
+        return self.others(work, name="activation_backward" if backward else "activation")
 
     def gate_apart(self) -> OperatorSum:
         """Return the second sum of ranks where the inputs' gradients of gate and up are summed apart: two exchanges."""
@@ -168,21 +206,20 @@ class EngineOperators(Operators):
         return sum(products, OperatorSum())
 
 
-class EngineAttention(AttentionOperators):
+class EngineAttention:
     """Attention by a kernel of a known share of the peak, by a kernel each step, or in a ring; of whole sequences.
 
     Args:
         operators: of the rank.
-        batch: sequences of a micro-batch.
     """
 
-    def __init__(self, operators: EngineOperators, batch: int) -> None:
-        super().__init__(operators, batch)
+    def __init__(self, operators: EngineOperators) -> None:
+        self.operators, self.batch = operators, operators.size.batch
+        self.machine, self.size, self.dtype = operators.machine, operators.size, operators.dtype
         self.engine, self.context = operators.engine, operators.engine.context_ranks
 
-    def attend(self, window: int | None, *, backward: bool = False) -> OperatorSum:
+    def attend(self, *, backward: bool = False) -> OperatorSum:
         """Return the attention of one block, or its gradient; no published model that is modelled has a window."""
-        assert window is None, f"a published model's attention must see all tokens: got a window of {window}"
         size, copied = self.size, self._heads_copied(backward=backward)
         if self.engine.keeps_scores:
             return copied + self._attend_in_memory(backward=backward)

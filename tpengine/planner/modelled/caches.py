@@ -9,9 +9,10 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
+from tpengine.architectures.part import Sizes
+from tpengine.architectures.registry import layer_halves
 from tpengine.config import Config, num_shards_of
 from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.dtypes import dtype_bytes
@@ -20,7 +21,6 @@ from tpengine.layout.step_plan import Layout, gradient_bytes
 from tpengine.plan import Gathered, Plan, Recompute
 from tpengine.planner.machine import Machine
 from tpengine.planner.modelled.activations import bytes_of_chunks
-from tpengine.planner.modelled.held import BlockBytes
 
 # As tpkernels.ops.matmul.host has it, which needs torch; nothing here does.
 FEWEST_MULTIPLICATIONS = 8_000_000
@@ -52,26 +52,18 @@ def prepared_bytes(config: Config, layout: Layout, rank: int, machine: Machine) 
     """
     if not prepares(config, machine):
         return 0
-    numel = 0
+    numel, size = 0, Sizes.of(config, layout.tp)
     for first, last in layout.layers_of(rank):
-        block = BlockBytes.of(config, layout.tp)
         shards = num_shards_of(config) // layout.tp if config.train.reduction == "exact" else 1
         # In exact mode each shard multiplies all tokens by a matrix of its own.
-        rows = block.tokens if config.train.reduction == "exact" else block.own_tokens
-        of_block = sum(_copied(rows, *sizes, shards) for sizes in _matrices(block))
-        numel += (last - first) * of_block
+        rows = size.tokens if config.train.reduction == "exact" else size.own_tokens
+        for layer in range(first, last):
+            # Columns that are multiplied together are one matrix.
+            products = [product for half in layer_halves(config.model, layer) for product in half.part.products(size)]
+            numel += sum(_copied(rows, product.inner, product.columns, shards) for product in products)
         if last == config.model.num_layers:
-            numel += _copied(rows, block.hidden, block.vocab, shards)
-    return FORMS * numel * block.item
-
-
-def _matrices(block: BlockBytes) -> Iterator[tuple[int, int]]:
-    """Yield K and N of a block's products; columns that are multiplied together are one matrix."""
-    mixed = block.heads * block.head_size
-    yield block.hidden, mixed + 2 * block.kv_heads * block.head_size
-    yield mixed, block.hidden
-    yield block.hidden, block.num_gated * block.ffn
-    yield block.ffn, block.hidden
+            numel += _copied(rows, size.hidden, size.vocab, shards)
+    return FORMS * numel * size.item
 
 
 def _copied(rows: int, inner: int, columns: int, shards: int) -> int:

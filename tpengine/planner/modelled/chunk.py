@@ -6,20 +6,26 @@ ends, which most chunks have in common.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+from tpengine.architectures.description import Half
+from tpengine.architectures.norm import Norm
+from tpengine.architectures.part import Operator, Product, Sizes
+from tpengine.architectures.registry import architecture_of, layer_halves
 from tpengine.config import ModelConfig
 from tpengine.plan import Chunk, Gathered, Kind, Recompute
-from tpengine.planner.modelled.operators import ActionSeconds, AttentionOperators, KnownSums, Operators, OperatorSum
+from tpengine.planner.modelled.operators import ActionSeconds, KnownSums, Operators, OperatorSum
 
 
 class ChunkActions:
     """One chunk's actions on one tp rank.
 
     Args:
-        operators, attention: of the rank.
-        model: which tokens its layers see.
+        operators: of the rank.
+        model: its layers, of which the blocks are made.
         chunk: its layers, with what it recomputes and gathers again.
         is_first, is_last: which ends of the model it holds.
         known: what chunks of one configuration, tp and machine have in common, kept from chunk to chunk.
@@ -28,19 +34,20 @@ class ChunkActions:
     def __init__(
         self,
         operators: Operators,
-        attention: AttentionOperators,
         model: ModelConfig,
         chunk: Chunk,
         is_first: bool,
         is_last: bool,
         known: KnownSums,
     ) -> None:
-        self.operators, self.attention, self.known = operators, attention, known
+        self.operators, self.known = operators, known
         self.chunk, self.is_first, self.is_last = chunk, is_first, is_last
+        self.model_ends = architecture_of(model).ends(model)
         size = operators.size
-        windows = model.details.windows or (0,) * model.num_layers
-        # Blocks that see equally far are alike: their number by window.
-        self.windows = Counter(of if 0 < of < size.seq else None for of in windows[slice(*chunk.layers)])
+        # Blocks of the same operators are alike, however far their parts could see.
+        self.blocks = Counter(
+            tuple(timed(half, size) for half in layer_halves(model, layer)) for layer in range(*chunk.layers)
+        )
         gathers_again = chunk.gathered is Gathered.AGAIN and size.own_tokens < size.tokens
         # Exchanges of the weight half: of the inputs of column-parallel products, and, in W, of dy of the others.
         self.columns_again = int(gathers_again)
@@ -50,10 +57,9 @@ class ChunkActions:
 
     def by_kind(self) -> Mapping[Kind, ActionSeconds]:
         """Return F; I with what is computed again; W; B, which is I and W without gathering dy a second time."""
-        attention = self.each_block(self.attention_of_block)
-        mlp = self._once(self.mlp_of_block) * self.num_blocks
-        forward = attention + mlp + self._once(self.ends)
-        again = self.again(attention, mlp, forward)
+        blocks, first = self._forward_of_blocks()
+        forward = blocks + self._once(self.ends)
+        again = self.again(first, blocks, forward)
         inputs = self.each_block(self.input_half_of_block) + self._once(self.input_half_of_ends)
         weights, nothing = self._weight_half(0), OperatorSum()
         unpacked = self.unpacked_weights()
@@ -64,10 +70,24 @@ class ChunkActions:
             Kind.W: self._action(self._weight_half(self.columns_again), nothing),
         }
 
+    def _forward_of_blocks(self) -> tuple[OperatorSum, OperatorSum]:
+        """Return forward of all blocks, and of what `recompute attention` repeats: half by half, each of all blocks."""
+        blocks, again = OperatorSum(), OperatorSum()
+        for place in range(max(map(len, self.blocks), default=0)):
+            of_half: Counter[TimedHalf] = Counter()
+            for halves, number in self.blocks.items():
+                if place < len(halves):
+                    of_half[halves[place]] += number
+            for half, number in of_half.items():
+                taken = self._once(self.later_half if place else self.first_half, half) * number
+                blocks += taken
+                again += taken if half.is_computed_again else OperatorSum()
+        return blocks, again
+
     @property
     def num_blocks(self) -> int:
         """Return the number of the chunk's blocks."""
-        return self.windows.total()
+        return self.blocks.total()
 
     def _action(self, sums: OperatorSum, again: OperatorSum) -> ActionSeconds:
         machine, number = self.operators.machine, sums.number + again.number
@@ -76,11 +96,11 @@ class ChunkActions:
         exposed = max(0.0, host - kernels) if machine.is_asynchronous else host
         return ActionSeconds(sums.operators, again.operators, sums.exchanges + again.exchanges, exposed)
 
-    def each_block(self, operators: Callable[[int | None], OperatorSum]) -> OperatorSum:
-        """Return what operators of a block, which depend on its window, take for all blocks of the chunk."""
+    def each_block(self, operators: Callable[..., OperatorSum], *of: object) -> OperatorSum:
+        """Return what operators of a block, which depend on its halves, take for all blocks of the chunk."""
         total = OperatorSum()
-        for window, number in self.windows.items():
-            total += self._once(operators, window) * number
+        for halves, number in self.blocks.items():
+            total += self._once(operators, halves, *of) * number
         return total
 
     def _once(self, operators: Callable[..., OperatorSum], *of: object) -> OperatorSum:
@@ -91,12 +111,12 @@ class ChunkActions:
             self.known[key] = operators(*of)
         return self.known[key]
 
-    def again(self, attention: OperatorSum, mlp: OperatorSum, forward: OperatorSum) -> OperatorSum:
+    def again(self, attention: OperatorSum, blocks: OperatorSum, forward: OperatorSum) -> OperatorSum:
         """Return what backward computes again: nothing, or parts of forward."""
         return {
             Recompute.NONE: OperatorSum(),
             Recompute.ATTENTION: attention,
-            Recompute.BLOCK: attention + mlp,
+            Recompute.BLOCK: blocks,
             Recompute.FULL: forward,
         }[self.chunk.recompute]
 
@@ -104,77 +124,122 @@ class ChunkActions:
         """Return what gathered weights take before each use: nothing, as products read them where they arrive."""
         return OperatorSum()
 
-    def attention_of_block(self, window: int | None) -> OperatorSum:
-        """Return the attention half of a block forward, from its norm to what it adds."""
+    def first_half(self, half: TimedHalf) -> OperatorSum:
+        """Return a block's first half forward, from its norm to what it adds."""
         operators = self.operators
-        qkv, output, _, _ = operators.products(1)
-        output += operators.tree()
-        attended = self.attention.attend(window)
-        norm = operators.norm(residual=self.leaves_sums)
-        return norm + qkv + operators.rope() + attended + output
+        total = operators.norm(half.norm, residual=self.leaves_sums)
+        for operator in half.forward:
+            taken = operators.operator(operator)
+            total += taken + operators.tree() if _adds_up(operator) else taken
+        return total
 
-    def mlp_of_block(self) -> OperatorSum:
-        """Return the feed-forward half of a block forward; its norm adds the residual, too."""
-        operators = self.operators
-        _, _, gate_up, down = operators.products(1)
-        return (
-            gate_up + down + operators.tree() + operators.norm(residual=True) + operators.activation() + self._added()
-        )
+    def later_half(self, half: TimedHalf) -> OperatorSum:
+        """Return another half of a block forward; its norm adds the residual, too."""
+        operators, total = self.operators, OperatorSum()
+        for product in half.products:
+            total += operators.product(product, 1)
+        for product in half.products:
+            total += operators.tree() if _adds_up(product) else OperatorSum()
+        total += operators.norm(half.norm, residual=True)
+        for operator in half.others:
+            total += operators.operator(operator)
+        return total + self._added()
 
     def _added(self) -> OperatorSum:
         """Return a block's addition that is no norm's: of x, or of its gradients."""
         return OperatorSum() if self.leaves_sums else self.operators.added()
 
-    def input_half_of_block(self, window: int | None) -> OperatorSum:
+    def input_half_of_block(self, halves: tuple[TimedHalf, ...]) -> OperatorSum:
         """Return the input half of a block's backward."""
-        operators = self.operators
-        between = (
-            operators.rope(backward=True)
-            + self.attention.attend(window, backward=True)
-            + operators.norm(residual=self.leaves_sums, backward=True)
-            + operators.norm(residual=True, backward=True)
-            + operators.activation(backward=True)
-            + self._added()
-        )
-        return sum((between, *operators.products(1, "input_gradient"), operators.tree() * 2), OperatorSum())
+        operators, total = self.operators, OperatorSum()
+        for operator in halves[0].backward:
+            total += operators.operator(operator)
+        for place, half in enumerate(halves):
+            total += operators.norm(half.norm, residual=place > 0 or self.leaves_sums, backward=True)
+        for half in halves[1:]:
+            for operator in half.backward:
+                total += operators.operator(operator)
+        total += self._added()
+        products = [product for half in halves for product in half.products]
+        for product in products:
+            total += operators.product(product, 1, "input_gradient")
+        return total + operators.tree() * sum(product.cut == "columns" for product in products)
 
     def _weight_half(self, rows_again: int) -> OperatorSum:
-        of_blocks = self._once(self.weight_half_of_block, rows_again) * self.num_blocks
-        return of_blocks + self._once(self._weight_half_of_ends)
+        return self.each_block(self.weight_half_of_block, rows_again) + self._once(self._weight_half_of_ends)
 
-    def weight_half_of_block(self, rows_again: int) -> OperatorSum:
+    def weight_half_of_block(self, halves: tuple[TimedHalf, ...], rows_again: int) -> OperatorSum:
         """Return the weight half of a block's backward, whose products add to the gradients of other micro-batches."""
-        operators = self.operators
-        qkv, _, gate_up, _ = operators.products(self.columns_again, "weight_gradient")
-        _, output, _, down = operators.products(rows_again, "weight_gradient")
-        return sum((qkv, output, gate_up, down), OperatorSum())
+        total = OperatorSum()
+        for product in (product for half in halves for product in half.products):
+            exchanges = self.columns_again if product.cut == "columns" else rows_again
+            total += self.operators.product(product, exchanges, "weight_gradient")
+        return total
 
     def ends(self) -> OperatorSum:
         """Return lookup before the first block; norm, logits and loss behind the last."""
-        operators, total = self.operators, OperatorSum()
+        operators, ends, size, total = self.operators, self.model_ends, self.operators.size, OperatorSum()
         if self.is_first:
-            total += operators.lookup()
+            total += operators.operator(ends.lookup(size))
         if self.is_last:
-            total += operators.by_columns(operators.size.vocab, 1)
-            total += operators.norm()
-            total += operators.cross_entropy()
+            total += operators.product(ends.head(size), 1)
+            total += operators.norm(ends.norm)
+            total += operators.operator(ends.loss(size))
         return total
 
     def input_half_of_ends(self) -> OperatorSum:
         """Return the gradients of logits, of the last norm's output and of the looked-up rows."""
-        operators = self.operators
-        # The embedding's gradient needs all tokens: a gather that no operator hides.
-        total = OperatorSum(exchanges=operators.exchange_seconds * self.is_first)
+        operators, ends, size, total = self.operators, self.model_ends, self.operators.size, OperatorSum()
+        if self.is_first:
+            total += operators.operator(ends.lookup_exchange(size))
         if self.is_last:
-            total += operators.by_columns(operators.size.vocab, 1, "input_gradient")
-            total += operators.norm(backward=True)
-            total += operators.cross_entropy(backward=True)
+            total += operators.product(ends.head(size), 1, "input_gradient")
+            total += operators.norm(ends.norm, backward=True)
+            total += operators.operator(ends.loss(size, backward=True))
         return total
 
     def _weight_half_of_ends(self) -> OperatorSum:
-        operators, ends = self.operators, OperatorSum()
+        operators, ends, total = self.operators, self.model_ends, OperatorSum()
         if self.is_first:
-            ends += operators.lookup_backward()
+            total += operators.operator(ends.lookup_backward(operators.size))
         if self.is_last:
-            ends += operators.by_columns(operators.size.vocab, self.columns_again, "weight_gradient")
-        return ends
+            total += operators.product(ends.head(operators.size), self.columns_again, "weight_gradient")
+        return total
+
+
+@dataclass(frozen=True)
+class TimedHalf:
+    """A part's operators on a rank, with its norm: all that its time depends on.
+
+    Attributes:
+        norm: of its input.
+        forward, backward: its operators; backward's without the two gradients of each product.
+        is_computed_again: whether `recompute attention` repeats it.
+    """
+
+    norm: Norm
+    forward: tuple[Operator, ...]
+    backward: tuple[Operator, ...]
+    is_computed_again: bool
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """Its products with weights."""
+        return tuple(operator for operator in self.forward if isinstance(operator, Product))
+
+    @property
+    def others(self) -> tuple[Operator, ...]:
+        """The rest of its forward."""
+        return tuple(operator for operator in self.forward if not isinstance(operator, Product))
+
+
+@functools.lru_cache(maxsize=4096)
+def timed(half: Half, size: Sizes) -> TimedHalf:
+    """Return the operators of a half. Output norms take no time."""
+    part = half.part
+    return TimedHalf(half.norm, part.forward(size), part.backward_operators(size), part.is_computed_again)
+
+
+def _adds_up(operator: Operator) -> bool:
+    """Return whether a forward's outputs are partial sums."""
+    return isinstance(operator, Product) and operator.cut == "inner"

@@ -15,6 +15,8 @@ from dataclasses import replace
 
 from tpkernels.work import Work, adamw_work
 
+from tpengine.architectures.part import Packed
+from tpengine.architectures.registry import layers_are_alike
 from tpengine.config import Config, num_shards_of
 from tpengine.dtypes import dtype_bytes
 from tpengine.layout.slices import slice_numel
@@ -26,11 +28,16 @@ from tpengine.planner.machine import CPU_CORE, Machine
 from tpengine.planner.modelled.activations import activation_bytes
 from tpengine.planner.modelled.caches import prepared_bytes, prepares, touched_bytes
 from tpengine.planner.modelled.chunk import ChunkActions
-from tpengine.planner.modelled.operators import ActionSeconds, AttentionOperators, KnownSums, Operators, Packed
+from tpengine.planner.modelled.operators import ActionSeconds, KnownSums, Operators
 
 
 def action_seconds(
-    config: Config, layout: Layout, plan: Plan, machine: Machine, packed: Packed | None = None
+    config: Config,
+    layout: Layout,
+    plan: Plan,
+    machine: Machine,
+    packed: Packed | None = None,
+    load: float = 1.0,
 ) -> dict[tuple[Kind, int], ActionSeconds]:
     """Return what F, B, I and W of each chunk take on one tp rank.
 
@@ -40,12 +47,13 @@ def action_seconds(
         plan: its chunks, with what each recomputes and gathers again.
         machine: its rates; they are taken as the layout's ranks find them (`machine_of_ranks`).
         packed: the documents of micro-batches, where attention does not cross them; the mean counts.
+        load: of the rank, as Sizes has it.
     """
     rates = machine_of_ranks(config, layout, plan, machine)
     sums: KnownSums = {}
 
     def of_chunk(chunk: Chunk, is_first: bool, is_last: bool) -> Mapping[Kind, ActionSeconds]:
-        return _of_chunk(config, layout.tp, rates, chunk, is_first, is_last, sums, packed)
+        return _of_chunk(config, layout.tp, rates, chunk, is_first, is_last, sums, packed, load)
 
     return seconds_of_chunks(config, plan, of_chunk)
 
@@ -64,7 +72,7 @@ def seconds_of_chunks(
     found: dict[tuple[Kind, int], ActionSeconds] = {}
     for index, chunk in enumerate(plan.chunks):
         # Chunks of equally many layers in the middle are alike, unless layers differ.
-        is_alike = 0 < index < last and not config.model.details.windows
+        is_alike = 0 < index < last and layers_are_alike(config.model)
         alike = (chunk.layers[1] - chunk.layers[0], chunk.recompute, chunk.gathered) if is_alike else index
         if alike not in known:
             known[alike] = of_chunk(chunk, index == 0, index == last)
@@ -113,11 +121,11 @@ def _of_chunk(
     is_last: bool,
     known: KnownSums,
     packed: Packed | None = None,
+    load: float = 1.0,
 ) -> Mapping[Kind, ActionSeconds]:
     def with_shards(shards: int) -> Mapping[Kind, ActionSeconds]:
-        operators = Operators(config, tp, machine, shards)
-        attention = AttentionOperators(operators, config.train.micro_batch_size, packed)
-        return ChunkActions(operators, attention, config.model, chunk, is_first, is_last, known).by_kind()
+        operators = Operators(config, tp, machine, shards, packed, load)
+        return ChunkActions(operators, config.model, chunk, is_first, is_last, known).by_kind()
 
     fast = with_shards(0)
     taken = fast

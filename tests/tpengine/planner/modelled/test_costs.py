@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tpengine.architectures.part import Packed
 from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, validate
 from tpengine.config.settings import ModelDetails
 from tpengine.layout.parameters import num_parameters
@@ -20,7 +21,6 @@ from tpengine.planner.machine.measured import PRODUCTS
 from tpengine.planner.modelled.activations import activation_bytes
 from tpengine.planner.modelled.caches import prepared_bytes, touched_bytes
 from tpengine.planner.modelled.costs import action_seconds, bytes_per_rank, model_costs
-from tpengine.planner.modelled.operators import Packed
 from tpengine.training.optimizer import AdamW
 
 SMALL = ModelConfig(hidden_size=32, num_layers=8, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=61)
@@ -263,7 +263,7 @@ def test_a_faster_machine_is_faster_at_everything() -> None:
 @pytest.mark.parametrize("windows", [(), (4, 0) * 4])
 def test_attention_costs_the_pairs_that_it_computes(windows: tuple[int, ...]) -> None:
     """A flop takes a second: F and B differ between two packings by the flops of the pairs, B by 2.5 times as many."""
-    config = config_of(model=dict(details=ModelDetails(windows=windows)) if windows else None)
+    config = config_of(model=dict(architecture="mistral", details=ModelDetails(windows=windows)))
     layout = layout_of(config)
     plan = training_plan(config, layout)
     few, many = Packed(((2,) * 16,)), Packed(((16, 16), (3, 13, 16)))

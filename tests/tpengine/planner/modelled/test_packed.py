@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tpengine.architectures.part import Packed, packed_of
 from tpengine.cli import main
 from tpengine.config.presets import preset_config
 from tpengine.data import open_corpus
-from tpengine.planner.modelled.operators import Packed, packed_of
 
 
 def pairs_of(documents: list[int], window: int | None) -> int:
