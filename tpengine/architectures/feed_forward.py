@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from tpkernels.work import activation_backward_work, activation_work
 
-from tpengine.architectures.part import BackwardWalk, Kept, Kernel, Ledger, Operator, Part, Product, Shapes, Sizes
+from tpengine.architectures.part import MASK, BackwardWalk, Kept, Kernel, Ledger, Operator, Part, Product, Shapes, Sizes
 from tpengine.config import ModelConfig
 
 
@@ -66,7 +66,7 @@ class FeedForward(Part):
         """Return gathered tokens, gate and up, their product, a mask of dropout (1 byte per element)."""
         num = self.num_gated + 1
         sizes = f"{num} T F e = {num} x {s.tokens} x {s.ffn} x {s.item}"
-        mask = Kept("mask of dropout", f"T F = {s.tokens} x {s.ffn}", self._mask(s))
+        mask = Kept(MASK, f"T F = {s.tokens} x {s.ffn}", self._mask(s))
         return s.gathered_input(), Kept("gate, up, product", sizes, num * s.middle * s.item), mask
 
     def forward_walk(self, s: Sizes, ledger: Ledger) -> None:

@@ -29,6 +29,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 Axis = Literal["dp", "tp", "replica"]
 
 
+# What a memory sheet calls the mask of a dropout, of 1 byte per element.
+MASK = "mask of dropout"
+
+
 @dataclass(frozen=True)
 class Packed:
     """The documents of some micro-batches.

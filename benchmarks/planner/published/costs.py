@@ -1,6 +1,6 @@
 """The costs of another engine's step: ours (modelled/costs.py), with what it computes, keeps and sends otherwise.
 
-Of our own layers modelled/held.py and modelled/activations.py count what a micro-batch holds tensor by tensor. Of other
+Of our own layers their parts and modelled/activations.py count what a micro-batch holds tensor by tensor. Of other
 engines only the operators are known (engine.py), so these bytes are estimates: sums over the tensors that autograd
 keeps.
 

@@ -63,7 +63,7 @@ def test_scores_outside_of_a_window_are_not_counted() -> None:
     """Of 4 layers 3 have a window of 16 tokens: the flops that are missing are those of the pairs outside of it."""
     whole = gpt(4, 256, 4, 128, 2, 1000)
     details = replace(whole.model.details, windows=(16, 16, 0, 16))
-    narrow = replace(whole, model=replace(whole.model, details=details))
+    narrow = replace(whole, model=replace(whole.model, architecture="mistral", details=details))
     inside = sum(min(query + 1, 16) for query in range(128))
     missing = 3 * 3 * 4 * 256 * 2 * (128 * 128 // 2 - inside)
     assert step_flops(whole, causal_half=True) - step_flops(narrow, causal_half=True) == missing

@@ -27,6 +27,8 @@ from typing import Any
 
 from tpkernels.work import Work, adamw_work
 
+from tpengine.architectures.part import Sizes
+from tpengine.architectures.registry import layers_are_alike
 from tpengine.config import Config
 from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
 from tpengine.dtypes import dtype_bytes
@@ -38,9 +40,8 @@ from tpengine.plan.schedule import looping, vee
 from tpengine.planner import ChunkBytes
 from tpengine.planner.advice.lists import KINDS, Held, Played, RankHeld, held_of, order_of, place_of
 from tpengine.planner.advice.question import Candidate, Question
-from tpengine.planner.modelled.activations import bytes_of_chunks
+from tpengine.planner.modelled.activations import BlockBytes, bytes_of_chunks
 from tpengine.planner.modelled.costs import chunk_seconds
-from tpengine.planner.modelled.held import BlockBytes
 from tpengine.planner.modelled.operators import ActionSeconds, KnownSums
 
 # tp, micro-batch size, recompute, gathered, tp_comm: what an action's time depends on, beside its layers.
@@ -187,8 +188,9 @@ class Bounds:
         """Return what the micro-batches of a stage keep at least."""
         key = layout.tp, layout.micro_batch_size, layout.recompute, layout.gathered
         if key not in self._saved:
-            block = BlockBytes.of(self._config((*key, "fused")), layout.tp, Gathered(layout.gathered), window=1)
-            self._saved[key] = block.saved(Recompute(layout.recompute))
+            sizes = Sizes.of(self._config((*key, "fused")), layout.tp, Gathered(layout.gathered))
+            blocks = {BlockBytes.of(sizes, layer).least for layer in range(self.num_layers)}
+            self._saved[key] = min(block.saved(Recompute(layout.recompute)) for block in blocks)
         return _num_live(layout) * (self.num_layers // layout.num_chunks) * self._saved[key]
 
     def _held(
@@ -273,7 +275,7 @@ class Bounds:
         """Return what the actions of a chunk take for one micro-batch. Chunks in the middle are alike by their size."""
         first, last = layers
         is_first, is_last = first == 0, last == self.num_layers
-        of = layers if self.question.base.model.details.windows else (last - first, is_first, is_last)
+        of = (last - first, is_first, is_last) if layers_are_alike(self.question.base.model) else layers
         if (of, key) not in self._chunks:
             chunk = Chunk(0, layers, None, None, Recompute(key[2]), Gathered(key[3]))
             config, known = self._config(key), self._sums.setdefault(key, {})

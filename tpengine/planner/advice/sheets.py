@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 
+from tpengine.architectures.part import MASK, Kept, Sizes
 from tpengine.config import Config, validate
 from tpengine.dtypes import dtype_bytes
 from tpengine.layout.flops import step_flops
@@ -20,12 +21,13 @@ from tpengine.plan import Kind, Plan, Recompute, Residency, Timeline
 from tpengine.plan.actions import BUCKET, COMPUTE
 from tpengine.planner import StepFigures, simulate
 from tpengine.planner.machine import Machine
+from tpengine.planner.modelled.activations import BlockBytes
 from tpengine.planner.modelled.caches import FORMS
 from tpengine.planner.modelled.costs import action_seconds, model_costs
-from tpengine.planner.modelled.held import BlockBytes
 from tpengine.planner.modelled.memory import RankMemory, memory_of
 from tpengine.planner.modelled.operators import ActionSeconds
 
+_ORDINALS = ("first", "second", "third")
 _LEGEND = (
     "letters: T tokens of a micro-batch, t of this rank, D width, H and G query and KV heads of this rank, E head\n"
     "size, F columns of this rank, e and a bytes of the dtype and of float32 or wider"
@@ -202,63 +204,37 @@ def memory_lines(sheet: Sheet) -> Iterator[str]:
 
 
 def _block_lines(sheet: Sheet) -> Iterator[str]:
-    config, layout = sheet.config, sheet.layout
-    chunk = sheet.plan.chunks[0]
-    block = BlockBytes.of(config, layout.tp, chunk.gathered)
-    recompute = Recompute(config.parallel.recompute)
-    t, d, e = block.own_tokens, block.hidden, block.item
-    rows = block.gathered // (d * e)
+    config, chunk = sheet.config, sheet.plan.chunks[0]
+    block = BlockBytes.of(Sizes.of(config, sheet.layout.tp, chunk.gathered), 0)
+    recompute, s = Recompute(config.parallel.recompute), block.s
+    x = f"t D e = {s.own_tokens} x {s.hidden} x {s.item}"
     yield f"a block keeps of a micro-batch from F to B, with recompute {recompute.value}:"
-    yield _line("its input", f"t D e = {t} x {d} x {e}", block.x)
-    if recompute in (Recompute.NONE, Recompute.ATTENTION):
-        yield _line("sum after attention", f"t D e = {t} x {d} x {e}", block.x)
-        yield _norm_line("second norm", block)
-        yield _line("its gathered rows", f"{_rows(block)} D e = {rows} x {d} x {e}", block.gathered)
-        factor = block.num_gated + 1
-        middle = factor * block.middle * e
-        yield _line("gate, up, product", f"{factor} T F e = {factor} x {block.tokens} x {block.ffn} x {e}", middle)
-        if block.normed_output:
-            yield _line("norm of its output", "its input and statistics", block.normed_output)
-        if masks := block.mlp - block.x - block.norm - block.gathered - middle - block.normed_output:
-            yield _line("masks of dropout", "a byte an element", masks)
-    if recompute is Recompute.NONE:
-        yield _norm_line("first norm", block)
-        yield _line("its gathered rows", f"{_rows(block)} D e = {rows} x {d} x {e}", block.gathered)
-        yield from _attention_lines(block)
+    yield _line("its input", x, s.x)
+    keeps_parts = recompute in (Recompute.NONE, Recompute.ATTENTION)
+    for place in range(len(block.halves) - 1, -1, -1) if keeps_parts else ():
+        half = block.halves[place]
+        if place > 0:
+            yield _line(f"sum after {block.halves[place - 1].part.title}", x, s.x)
+        if recompute is Recompute.NONE or not half.part.is_computed_again:
+            yield from _half_lines(block, place)
     yield _line("together", "", block.saved(recompute))
     yield _LEGEND
 
 
-def _attention_lines(block: BlockBytes) -> Iterator[str]:
-    """Yield what attention keeps: queries, keys, values and output; what else there is."""
-    statistics = block.tokens * block.heads * block.wide
-    heads, rest = divmod(block.attended - statistics, block.tokens * block.head_size * block.item)
-    # Torch's attention with dropout is wider.
-    if not rest and (block.is_windowed or not block.drops_attention):
-        copies = (heads - 2 * block.kv_heads) // block.heads
-        sizes = f"{block.tokens} x {heads} x {block.head_size} x {block.item}"
-        yield _line("attention", f"T ({copies} H + 2 G) E e = {sizes}", block.attended - statistics)
-        yield _line("its log-sum-exp", f"T H a = {block.tokens} x {block.heads} x {block.wide}", statistics)
-    else:
-        yield _line("attention", "with dropout, in float32", block.attended)
-    if block.normed_heads:
-        yield _line("norms of heads", "their inputs and statistics", block.normed_heads)
-    if block.normed_output:
-        yield _line("norm of its output", "its input and statistics", block.normed_output)
-    masks = block.attention - block.norm - block.gathered - block.attended - block.normed_heads - block.normed_output
-    if masks:
-        yield _line("mask of dropout", f"t D = {block.own_tokens} x {block.hidden}", masks)
-
-
-def _norm_line(name: str, block: BlockBytes) -> str:
-    t, d, a, each = block.own_tokens, block.hidden, block.wide, block.norm_statistics
-    if block.offsets_norms:
-        return _line(name, f"({each} t + D) a = ({each} x {t} + {d}) x {a}", block.norm)
-    return _line(name, f"t {each} a = {t} x {each} x {a}", block.norm)
-
-
-def _rows(block: BlockBytes) -> str:
-    return "T" if block.keeps_gathered else "t"
+def _half_lines(block: BlockBytes, place: int) -> Iterator[str]:
+    """Yield what a half keeps: its norm, its part, norms of its output, masks."""
+    half, s = block.halves[place], block.s
+    ordinal = _ORDINALS[place] if place < len(_ORDINALS) else f"{place + 1}th"
+    yield from (_line(f"{ordinal} {of.name}", of.formula, of.num_bytes) for of in half.norm.kept(s))
+    masks = [Kept(MASK, f"t D = {s.own_tokens} x {s.hidden}", s.residual_mask)]
+    for kept in half.part.kept(s):
+        if kept.name == MASK:
+            masks.append(kept)
+        elif kept.num_bytes:
+            yield _line(kept.name, kept.formula, kept.num_bytes)
+    if behind := block.behind(place):
+        yield _line("norm of its output", "its input and statistics", behind)
+    yield from (_line(mask.name, mask.formula, mask.num_bytes) for mask in masks if mask.num_bytes)
 
 
 def _line(name: str, formula: str, num_bytes: float) -> str:

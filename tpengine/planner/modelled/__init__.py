@@ -6,7 +6,6 @@ chunk.py        seconds of a chunk's actions on a machine
 operators.py    seconds of single operators of a tp rank
 activations.py  bytes of a chunk: what is kept of a micro-batch, and what layers hold while they run
 caches.py       prepared copies of weights, and all that passes through the caches
-held.py         bytes that a block keeps
 
 The files import each other from top to bottom.
 """

@@ -126,6 +126,7 @@ def drawn(number: int) -> tuple[Candidate, Question]:
         ffn_size=128 * rng.randint(2, 32),
         vocab_size=rng.choice([256, 5000, 50000]),
         tie_embeddings=rng.random() < 0.3,
+        architecture="mistral" if windows else "llama",
         details=ModelDetails(windows=windows),
     )
     machine = replace(MACHINES[rng.choice(list(MACHINES))], ranks_per_node=rng.choice([2, 8]))
