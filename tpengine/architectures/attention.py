@@ -34,6 +34,7 @@ class Attention(Part):
     role: ClassVar[Literal["norm", "attend", "feed"]] = "attend"
     title: ClassVar[str] = "attention"
     is_computed_again: ClassVar[bool] = True
+    chooses_attention: ClassVar[bool] = True
     layer: ClassVar[str] = "tpengine.model.parts:attention"
     exact_layer: ClassVar[str] = "tpengine.model.parts:exact_attention"
 
@@ -74,6 +75,10 @@ class Attention(Part):
     def narrow_window(self, seq: int) -> int | None:
         """Return how many tokens back a query sees; None for all: a window that no sequence exceeds is none."""
         return self.window if 0 < self.window < seq else None
+
+    def is_rotary(self) -> bool:
+        """Return whether queries and keys are rotated."""
+        return self.rotates
 
     def flops(self, model: ModelConfig, sequences: int, seq: int, *, causal_half: bool, windowed: bool = True) -> int:
         """Return the flops of its products and its scores."""

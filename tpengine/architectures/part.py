@@ -371,6 +371,7 @@ class Part:
         title: what a memory sheet calls it.
         is_computed_again: whether `--parallel.recompute attention` computes it again.
         may_cut_tokens: whether it may be computed of some of a sequence's tokens at a time.
+        chooses_attention: whether its scores may be torch's instead of ours (tpkernels/ops/attention/choice.py).
         layer, exact_layer: "module:function" of what makes its layer, and its exact form of one layer a shard; loaded
             where a model is built, since what describes a part needs no torch (model/parts.py).
     """
@@ -379,6 +380,7 @@ class Part:
     title: ClassVar[str] = "part"
     is_computed_again: ClassVar[bool] = False
     may_cut_tokens: ClassVar[bool] = True
+    chooses_attention: ClassVar[bool] = False
     layer: ClassVar[str] = ""
     exact_layer: ClassVar[str] = "tpengine.model.parts:exact_products"
 
@@ -400,6 +402,14 @@ class Part:
     def behind(self) -> Mapping[str, str]:
         """Return by weight the one behind which it lies, where one product reads both as one matrix."""
         return {}
+
+    def narrow_window(self, seq: int) -> int | None:
+        """Return how many tokens back a token of a sequence sees; None for all, or if it sees none but itself."""
+        return None
+
+    def is_rotary(self) -> bool:
+        """Return whether it rotates by positions, so that config.json says their frequencies."""
+        return False
 
     def least(self) -> Part:
         """Return the variant of this part that keeps least for backward: for bounds."""

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from tpengine.architectures.config_json import written_rope
-from tpengine.architectures.describe import Attention
 from tpengine.architectures.registry import architecture_of
 from tpengine.checkpoint.index import (
     CheckpointError,
@@ -238,8 +237,7 @@ def config_json(config: Config, run: Path) -> dict[str, Any]:
             f"an export needs the config.json of its architecture: {run} began from none, and has architecture "
             f"{model.architecture}: put one into {run}"
         )
-    attentions = [part for part in architecture_of(model).block(model, 0).values() if isinstance(part, Attention)]
-    if attentions[0].rotates:
+    if any(part.is_rotary() for part in architecture_of(model).block(model, 0).values()):
         local = model.details.local_rope_theta
         written = written_rope(model.rope_theta, model.details.rope, local)
         # Entries of the source that are not read here, such as yarn's, stay.

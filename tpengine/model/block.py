@@ -146,15 +146,12 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.order, self.dropouts, self.attention_again = parts.tp, order, dropouts, attention_again
-        self._attention, self._feed_forward = "", ""
+        inside = {"attend": dropouts.attention, "feed": dropouts.mlp} if dropouts else {}
+        # The parts that multiply by weights, and by what an order calls them as.
+        self._products = [name for name, part in described.items() if part.role != "norm"]
+        self._named = {described[name].role: name for name in self._products}
         for name, part in described.items():
-            if isinstance(part, describe.Norm):
-                module: nn.Module = parts.norm(part)
-            elif isinstance(part, describe.Attention):
-                module, self._attention = parts.attention(part, dropouts.attention if dropouts else None), name
-            else:
-                module, self._feed_forward = parts.feed_forward(part, dropouts.mlp if dropouts else None), name
-            self.add_module(name, module)
+            self.add_module(name, parts.layer(part, inside.get(part.role)))
 
     def forward(self, x: Tensor, seq: Rows) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]; `seq` says what the rows are: see layers.rows.cache.Rows."""
@@ -201,12 +198,12 @@ class Block(nn.Module):
 
     def attend(self, x: Tensor, seq: Rows) -> Tensor:
         """Return attention of x[T/tp, D], and its dropout."""
-        y: Tensor = self.get_submodule(self._attention)(x, seq)
+        y: Tensor = self.get_submodule(self._named["attend"])(x, seq)
         return y if self.dropouts is None else self.dropouts.attention_residual(y, *self._place(y))
 
     def feed(self, x: Tensor) -> Tensor:
         """Return the feed-forward network of x[T/tp, D], and its dropout."""
-        y: Tensor = self.get_submodule(self._feed_forward)(x)
+        y: Tensor = self.get_submodule(self._named["feed"])(x)
         return y if self.dropouts is None else self.dropouts.mlp_residual(y, *self._place(y))
 
     # For an order of somebody's own.
@@ -233,7 +230,7 @@ class Block(nn.Module):
 
     def matmuls(self) -> dict[str, nn.Module]:
         """Return the parts that multiply by weights, by name."""
-        return {name: self.get_submodule(name) for name in (self._attention, self._feed_forward) if name}
+        return {name: self.get_submodule(name) for name in self._products}
 
     def _place(self, y: Tensor) -> tuple[int, int, int]:
         """Return where y lies in the global matrix, for dropout: its first row and column, and its row length."""

@@ -7,8 +7,9 @@ and for the pieces of the parameter table that this rank holds.
 from __future__ import annotations
 
 import functools
+import pkgutil
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -55,9 +56,7 @@ class Parts(Protocol):
     def table_size(self) -> int: ...
     @property
     def held(self) -> range: ...
-    def norm(self, part: describe.Norm) -> Norm | ExactNorm: ...
-    def attention(self, part: describe.Attention, dropout: Dropout | None) -> nn.Module: ...
-    def feed_forward(self, part: describe.FeedForward, dropout: Dropout | None) -> nn.Module: ...
+    def layer(self, part: describe.Part, dropout: Dropout | None = None) -> Any: ...
     def embedding(self, num_embeddings: int) -> nn.Module: ...
     def positions(self) -> LearnedPositions | ExactPositions: ...
     def head(self, num_embeddings: int, tied_to: nn.Module | None) -> nn.Module: ...
@@ -120,8 +119,10 @@ class FastParts:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.model, self.tp, self._replicas, self._whose = model, tp, replicas, attention
-        self._sink, self._gathers_again, self._dtype, self._device = sink, gathers_again, dtype, device
+        self.model, self.tp, self.replicas, self.whose = model, tp, replicas, attention
+        # What every layer with weights takes.
+        self.options: dict[str, Any] = dict(sink=sink, dtype=dtype, device=device)
+        self.gathers_again = gathers_again
 
     @property
     def table_size(self) -> int:
@@ -133,63 +134,23 @@ class FastParts:
         """This rank."""
         return range(self.tp.rank, self.tp.rank + 1)
 
-    def norm(self, part: describe.Norm) -> Norm:
-        """A norm of x[T/tp, D]."""
-        return self._norm_over(part, self.model.hidden_size, self.tp)
+    def layer(self, part: describe.Part, dropout: Dropout | None = None) -> Any:
+        """The layer of a part, x[T/tp, D] -> x[T/tp, D], made by what the part names.
 
-    def _norm_over(self, part: describe.Norm, size: int, comm: Communicator) -> Norm:
-        options = dict(eps=self.model.norm_eps, sink=self._sink, dtype=self._dtype, device=self._device)
-        return _NORMS[part.kind](size, comm, **options)  # type: ignore[arg-type]
-
-    def attention(self, part: describe.Attention, dropout: Dropout | None) -> nn.Module:
-        """x[T/tp, D] -> x[T/tp, D]."""
-        model = self.model
-        return Attention(
-            model.hidden_size,
-            model.num_heads,
-            model.num_kv_heads,
-            self.tp,
-            head_size=model.head_size,
-            qkv_bias=part.qkv_bias,
-            output_bias=part.output_bias,
-            head_norm=functools.partial(self._norm_over, part.head_norm) if part.head_norm else None,
-            scores=scores_of(part, model),
-            replicas=self._replicas,
-            dropout=dropout,
-            whose=self._whose,
-            sink=self._sink,
-            gathers_again=self._gathers_again,
-            dtype=self._dtype,
-            device=self._device,
-        )
-
-    def feed_forward(self, part: describe.FeedForward, dropout: Dropout | None) -> nn.Module:
-        """x[T/tp, D] -> x[T/tp, D]."""
-        model = self.model
-        return FeedForward(
-            model.hidden_size,
-            model.ffn_size,
-            self.tp,
-            activation=part.activation,
-            gated=part.gated,
-            bias=part.bias,
-            dropout=dropout,
-            sink=self._sink,
-            gathers_again=self._gathers_again,
-            dtype=self._dtype,
-            device=self._device,
-        )
+        Args:
+            part: of the architecture.
+            dropout: inside it.
+        """
+        return pkgutil.resolve_name(part.layer)(part, self, dropout)
 
     def embedding(self, num_embeddings: int) -> nn.Module:
         """tokens[T] -> x[T/tp, D]."""
-        return VocabParallelEmbedding(
-            num_embeddings, self.model.hidden_size, self.tp, sink=self._sink, dtype=self._dtype, device=self._device
-        )
+        return VocabParallelEmbedding(num_embeddings, self.model.hidden_size, self.tp, **self.options)
 
     def positions(self) -> LearnedPositions:
         """x[T/tp, D] -> x[T/tp, D]."""
         num, size = self.model.details.max_positions, self.model.hidden_size
-        return LearnedPositions(num, size, self.tp, sink=self._sink, dtype=self._dtype, device=self._device)
+        return LearnedPositions(num, size, self.tp, **self.options)
 
     def head(self, num_embeddings: int, tied_to: nn.Module | None) -> nn.Module:
         """x[T/tp, D] -> logits[T, V/tp]."""
@@ -197,10 +158,8 @@ class FastParts:
             self.model.hidden_size,
             num_embeddings,
             self.tp,
-            sink=self._sink,
-            gathers_again=self._gathers_again,
-            dtype=self._dtype,
-            device=self._device,
+            gathers_again=self.gathers_again,
+            **self.options,
         )
         if tied_to is not None:
             assert isinstance(tied_to, VocabParallelEmbedding)
@@ -249,7 +208,7 @@ class ExactParts:
                 for shard, sink in zip(shards.held, sink_of, strict=True)
             ]
 
-        self._each, self._each_head, self._has_sinks = of_each(sinks), of_each(head_sinks), sinks is not None
+        self.each, self._each_head, self.has_sinks = of_each(sinks), of_each(head_sinks), sinks is not None
 
     @property
     def table_size(self) -> int:
@@ -261,35 +220,17 @@ class ExactParts:
         """The shards that this rank holds."""
         return self.shards.held
 
-    def norm(self, part: describe.Norm) -> ExactNorm:
-        """See FastParts.norm."""
-        return ExactNorm(self.shards, [parts.norm(part) for parts in self._each])
-
-    def attention(self, part: describe.Attention, dropout: Dropout | None) -> nn.Module:
-        """As FastParts.attention.
-
-        Raises:
-            ValueError: no sinks, and ranks share a KV head, each with a part of its gradient.
-        """
-        num_kv_heads, num_ranks = self.model.num_kv_heads, self.tp.size
-        if not self._has_sinks and num_kv_heads < num_ranks:
-            raise ValueError(
-                f"num_kv_heads must be at least tp unless sinks sum over the ranks that share a head: num_kv_heads "
-                f"{num_kv_heads}, tp {num_ranks}: pass sinks"
-            )
-        return ExactMatmuls(self.shards, [parts.attention(part, dropout) for parts in self._each], collect)
-
-    def feed_forward(self, part: describe.FeedForward, dropout: Dropout | None) -> nn.Module:
-        """See FastParts.feed_forward."""
-        return ExactMatmuls(self.shards, [parts.feed_forward(part, dropout) for parts in self._each], collect)
+    def layer(self, part: describe.Part, dropout: Dropout | None = None) -> Any:
+        """See FastParts.layer: the exact form, of one such layer a shard."""
+        return pkgutil.resolve_name(part.exact_layer)(part, self, dropout)
 
     def embedding(self, num_embeddings: int) -> nn.Module:
         """See FastParts.embedding."""
-        return ExactLayer(self.shards, [parts.embedding(num_embeddings) for parts in self._each], whole, collect)
+        return ExactLayer(self.shards, [parts.embedding(num_embeddings) for parts in self.each], whole, collect)
 
     def positions(self) -> ExactPositions:
         """See FastParts.positions."""
-        return ExactPositions(self.shards, [parts.positions() for parts in self._each])
+        return ExactPositions(self.shards, [parts.positions() for parts in self.each])
 
     def head(self, num_embeddings: int, tied_to: nn.Module | None) -> nn.Module:
         """x[T/tp, D] -> logits[n, T, V/(n tp)]."""
@@ -305,3 +246,78 @@ class ExactParts:
         path = name.split(".")
         layer = 3 if path[0] == "layers" else 1
         return ".".join([*path[:layer], "shards", str(max(holder, self.held.start)), *path[layer:]])
+
+
+# What parts name as what makes their layers, and their exact forms.
+
+
+def norm(part: describe.Norm, parts: FastParts, dropout: Dropout | None = None) -> Norm:
+    """A norm of x[T/tp, D]."""
+    return _norm_over(part, parts, parts.model.hidden_size, parts.tp)
+
+
+def _norm_over(part: describe.Norm, parts: FastParts, size: int, comm: Communicator) -> Norm:
+    made: Norm = _NORMS[part.kind](size, comm, eps=parts.model.norm_eps, **parts.options)
+    return made
+
+
+def attention(part: describe.Attention, parts: FastParts, dropout: Dropout | None) -> nn.Module:
+    """x[T/tp, D] -> x[T/tp, D]."""
+    model = parts.model
+    return Attention(
+        model.hidden_size,
+        model.num_heads,
+        model.num_kv_heads,
+        parts.tp,
+        head_size=model.head_size,
+        qkv_bias=part.qkv_bias,
+        output_bias=part.output_bias,
+        head_norm=functools.partial(_norm_over, part.head_norm, parts) if part.head_norm else None,
+        scores=scores_of(part, model),
+        replicas=parts.replicas,
+        dropout=dropout,
+        whose=parts.whose,
+        gathers_again=parts.gathers_again,
+        **parts.options,
+    )
+
+
+def feed_forward(part: describe.FeedForward, parts: FastParts, dropout: Dropout | None) -> nn.Module:
+    """x[T/tp, D] -> x[T/tp, D]."""
+    model = parts.model
+    return FeedForward(
+        model.hidden_size,
+        model.ffn_size,
+        parts.tp,
+        activation=part.activation,
+        gated=part.gated,
+        bias=part.bias,
+        dropout=dropout,
+        gathers_again=parts.gathers_again,
+        **parts.options,
+    )
+
+
+def exact_norm(part: describe.Norm, parts: ExactParts, dropout: Dropout | None = None) -> ExactNorm:
+    """See norm."""
+    return ExactNorm(parts.shards, [each.layer(part) for each in parts.each])
+
+
+def exact_attention(part: describe.Attention, parts: ExactParts, dropout: Dropout | None) -> nn.Module:
+    """As attention.
+
+    Raises:
+        ValueError: no sinks, and ranks share a KV head, each with a part of its gradient.
+    """
+    num_kv_heads, num_ranks = parts.model.num_kv_heads, parts.tp.size
+    if not parts.has_sinks and num_kv_heads < num_ranks:
+        raise ValueError(
+            f"num_kv_heads must be at least tp unless sinks sum over the ranks that share a head: num_kv_heads "
+            f"{num_kv_heads}, tp {num_ranks}: pass sinks"
+        )
+    return exact_products(part, parts, dropout)
+
+
+def exact_products(part: describe.Part, parts: ExactParts, dropout: Dropout | None) -> nn.Module:
+    """The exact form of any layer that multiplies all tokens by weights and adds up what the ranks have of y."""
+    return ExactMatmuls(parts.shards, [each.layer(part, dropout) for each in parts.each], collect)

@@ -85,7 +85,7 @@ class Transformer(nn.Module):
             }
         )
         if self.is_last:
-            self.norm = parts.norm(self.ends.norm)
+            self.norm = parts.layer(self.ends.norm)
             self.lm_head = parts.head(vocab, self.embed_tokens if model.tie_embeddings else None)
         specs = [spec for chunk in self.chunks for spec in stage_specs(model, parts.table_size, *chunk)]
         # A tied embedding of a rank that holds both ends comes up at both, and is one parameter.

@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 from tpkernels.ops.attention.choice import Choice, Problem, Whose, choose
 
-from tpengine.architectures import describe
 from tpengine.architectures.model_path import dropout_not_taken
 from tpengine.architectures.registry import architecture_of
 from tpengine.checkpoint.resume import Checkpoint, changes_since
@@ -80,8 +79,8 @@ def _problems(config: Config, device: torch.device) -> dict[Problem, int]:
     found: dict[Problem, int] = {}
     for layer in range(model.num_layers):
         for part in architecture.block(model, layer).values():
-            if isinstance(part, describe.Attention):
-                windowed = 0 < part.window < train.seq_len
+            if part.chooses_attention:
+                windowed = part.narrow_window(train.seq_len) is not None
                 one = Problem(device, dtype, train.seq_len, *sizes, windowed, packed, model.attention_dropout > 0)
                 found[one] = found.get(one, 0) + 1
     return found

@@ -104,7 +104,7 @@ def plain_attention(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -
 def attention(kv_heads: int) -> Case:
     kv = Weight((kv_heads * HEAD_SIZE, D), 0, kv_heads)
     return Case(
-        lambda parts: parts.attention(describe.Attention(), None),
+        lambda parts: parts.layer(describe.Attention(), None),
         {"q_proj": Weight((D, D)), "k_proj": kv, "v_proj": kv, "o_proj": Weight((D, D), 1)},
         plain_attention,
         tensor(0, T, D),
@@ -115,13 +115,13 @@ def attention(kv_heads: int) -> Case:
 CASES = {
     **{f"attention of {kv_heads} kv heads": attention(kv_heads) for kv_heads in (HEADS, 4, 2, 1)},
     "swiglu": Case(
-        lambda parts: parts.feed_forward(describe.FeedForward(), None),
+        lambda parts: parts.layer(describe.FeedForward(), None),
         {"gate_proj": Weight((FFN, D)), "up_proj": Weight((FFN, D)), "down_proj": Weight((D, FFN), 1)},
         lambda x, gate, up, down: (F.silu(x @ gate.T) * (x @ up.T)) @ down.T,
         tensor(0, T, D),
     ),
     "norm": Case(
-        lambda parts: parts.norm(describe.Norm()),
+        lambda parts: parts.layer(describe.Norm()),
         {"": Weight((D,), None)},
         lambda x, w: F.rms_norm(x, (D,), w, EPS),
         tensor(0, T, D),

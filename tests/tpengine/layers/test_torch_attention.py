@@ -178,7 +178,7 @@ def of_architecture(name: str, device: str, dtype: torch.dtype, whose: Whose, pa
     details = ModelDetails(windows=windows, max_positions=GPU_SEQ * (name == "gpt2"))
     model = ModelConfig(architecture=name, hidden_size=256, num_heads=4, num_kv_heads=4, num_layers=2, details=details)
     (part,) = (of for of in BUILT_IN[name].block(model, 0).values() if isinstance(of, describe.Attention))
-    made = FastParts(model, Communicator(None), attention=whose, dtype=dtype, device=device).attention(part, None)
+    made = FastParts(model, Communicator(None), attention=whose, dtype=dtype, device=device).layer(part, None)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():

@@ -256,10 +256,10 @@ def check_dropout() -> None:
     alone = FastParts(model_of(), Communicator(None), dtype=double)
     pairs: dict[str, tuple[nn.Module, Any]] = {
         f"attention of {HEADS} kv heads": (
-            exact.attention(Attention(), dropout),
-            alone.attention(Attention(), dropout),
+            exact.layer(Attention(), dropout),
+            alone.layer(Attention(), dropout),
         ),
-        "swiglu": (exact.feed_forward(FeedForward(), dropout), alone.feed_forward(FeedForward(), dropout)),
+        "swiglu": (exact.layer(FeedForward(), dropout), alone.layer(FeedForward(), dropout)),
     }
     for name, (layer, fast) in pairs.items():
         case, arguments = CASES[name], [SEQ] if name.startswith("attention") else []

@@ -46,8 +46,8 @@ def gradients_by_default(kv_heads: int) -> dict[str, Tensor]:
     """`weight.grad` by shard, in a model of one's own: an embedding that is also the head, a norm, attention."""
     shards = world(8)
     parts = ExactParts(model_of(kv_heads), shards, dtype=torch.float64)
-    embedding, norm = parts.embedding(VOCAB), parts.norm(describe.Norm())
-    attention = parts.attention(describe.Attention(), None)
+    embedding, norm = parts.embedding(VOCAB), parts.layer(describe.Norm())
+    attention = parts.layer(describe.Attention(), None)
     head = parts.head(VOCAB, embedding)
     layers = {"embedding": embedding, "norm": norm, f"attention of {kv_heads} kv heads": attention}
     for name, layer in layers.items():
@@ -103,7 +103,7 @@ def test_weight_grad_is_whole_without_a_sink(ranks: RankPool, num_ranks: int, kv
 
 
 def build_attention(kv_heads: int) -> None:
-    ExactParts(model_of(kv_heads), world(8)).attention(describe.Attention(), None)
+    ExactParts(model_of(kv_heads), world(8)).layer(describe.Attention(), None)
 
 
 def test_ranks_that_share_a_kv_head_need_sinks(ranks: RankPool) -> None:
@@ -114,7 +114,7 @@ def test_ranks_that_share_a_kv_head_need_sinks(ranks: RankPool) -> None:
 def train_with_torchs_optimizer() -> list[Tensor]:
     """Gate, up and down projection after 5 steps, whole."""
     shards, case = world(4), CASES["swiglu"]
-    layer = ExactParts(case.model, shards, dtype=torch.float64).feed_forward(describe.FeedForward(), None)
+    layer = ExactParts(case.model, shards, dtype=torch.float64).layer(describe.FeedForward(), None)
     x, weights, target = case.tensors(torch.float64)
     load(layer, case, weights, shards)
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
@@ -153,7 +153,7 @@ def parts_of(shards: Shards, **sizes: int) -> ExactParts:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda v: parts_of(v).norm(describe.Norm())(torch.zeros(10, 8)), "10 tokens, shards 4: pad to 12"),
+        (lambda v: parts_of(v).layer(describe.Norm())(torch.zeros(10, 8)), "10 tokens, shards 4: pad to 12"),
         (lambda v: parts_of(v).embedding(12)(torch.zeros(10, dtype=torch.int64)), "10 tokens, shards 4: pad to 12"),
         (lambda v: parts_of(v).embedding(12)(torch.full((4,), 12)), "got 12 to 12, vocabulary 12: use 0 to 11"),
         (lambda v: parts_of(v).embedding(13), "13 rows, tp 4: pad to 16"),
@@ -162,15 +162,15 @@ def parts_of(shards: Shards, **sizes: int) -> ExactParts:
             "out_features 13 is not divisible by 4 shards: use 12 or 16",
         ),
         (
-            lambda v: parts_of(v, ffn_size=13).feed_forward(describe.FeedForward(), None),
+            lambda v: parts_of(v, ffn_size=13).layer(describe.FeedForward(), None),
             "out_features 13 is not divisible by 4 shards: use 12 or 16",
         ),
         (
-            lambda v: parts_of(v, hidden_size=24, num_heads=6, num_kv_heads=6).attention(describe.Attention(), None),
+            lambda v: parts_of(v, hidden_size=24, num_heads=6, num_kv_heads=6).layer(describe.Attention(), None),
             "num_heads 6, num_kv_heads 6, tp 4: use num_heads a multiple of num_kv_heads and tp",
         ),
         (
-            lambda v: parts_of(v, hidden_size=24, num_heads=12, num_kv_heads=3).attention(describe.Attention(), None),
+            lambda v: parts_of(v, hidden_size=24, num_heads=12, num_kv_heads=3).layer(describe.Attention(), None),
             "num_kv_heads 3, tp 4, replicas None: use num_kv_heads 4",
         ),
         (lambda v: Shards(v.comm, 6), "6 shards, tp 1: use 8 on 1, 2, 4 or 8 ranks"),
@@ -184,7 +184,7 @@ def test_impossible_shapes_are_refused(build: Callable[[Shards], object], messag
 def test_a_kv_heads_weight_is_one_parameter_of_the_shards_that_share_it() -> None:
     """It stays one in a copy, and after its memory was replaced; each shard multiplies by its present value."""
     case, shards = CASES["attention of 2 kv heads"], Shards(Communicator(None), 8)
-    layer = ExactParts(case.model, shards, dtype=torch.float64).attention(describe.Attention(), None)
+    layer = ExactParts(case.model, shards, dtype=torch.float64).layer(describe.Attention(), None)
     x, weights, _ = case.tensors(torch.float64)
     load(layer, case, weights, shards)
     kv = {id(parameter_of(layer, shard, "k_proj")) for shard in shards.held}
@@ -211,7 +211,7 @@ def test_a_shards_ranks_exchange_nothing_by_themselves() -> None:
 
 
 def test_the_norms_of_all_shards_have_one_weight() -> None:
-    norm = parts_of(Shards(Communicator(None), 4)).norm(describe.Norm())
+    norm = parts_of(Shards(Communicator(None), 4)).layer(describe.Norm())
     assert isinstance(norm, ExactNorm) and list(norm.parameters()) == [norm.weight]
 
 
@@ -225,7 +225,7 @@ def parts() -> ExactParts:
 
 def layers() -> nn.Sequential:
     """Attention whose shards share KV heads, and a norm, all of whose shards have one weight."""
-    return nn.Sequential(parts().attention(describe.Attention(), None), parts().norm(describe.Norm()))
+    return nn.Sequential(parts().layer(describe.Attention(), None), parts().layer(describe.Norm()))
 
 
 def num_parameters(module: nn.Module) -> list[int]:
@@ -269,7 +269,7 @@ def test_layers_of_one_process_are_pickled() -> None:
 def test_under_the_compiler_a_shards_layer_computes_the_same() -> None:
     """The operators that the compiler sees find ranks by name, and would take the shards for them."""
     torch.manual_seed(0)
-    layer: Any = parts().feed_forward(describe.FeedForward(), None).shards["1"].get_submodule("gate_proj")
+    layer: Any = parts().layer(describe.FeedForward(), None).shards["1"].get_submodule("gate_proj")
     x = torch.randn(NUM_TOKENS, 16, dtype=torch.float64)
     try:
         compiled = torch.compile(lambda x: layer(x).view(NUM_TOKENS, 4), backend="aot_eager")
