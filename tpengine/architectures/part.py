@@ -25,7 +25,7 @@ from tpengine.plan import Gathered
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-# An axis of the mesh over which each rank's gradient is only a part of the sum.
+# An axis of the mesh over which each rank's gradient is only a part of the sum; of several dp stands first.
 Axis = Literal["dp", "tp", "replica"]
 
 
