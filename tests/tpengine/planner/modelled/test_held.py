@@ -194,8 +194,8 @@ def test_walks_end_with_what_is_kept(dtype: str, recompute: Recompute) -> None:
         for layers, is_local in itertools.product(CHUNKS, (False, True)):
             plan, index = plan_of(config, layers, is_local, recompute=recompute)
             walks, size = ChunkWalks(config, 1, plan.chunks, index), activation_bytes(config, 1, plan)[index]
-            x = walks.block.x
-            saved = int(size.saved) + (recompute is Recompute.FULL and walks.is_first) * walks.block.embedding
+            x = walks.s.x
+            saved = int(size.saved) + (recompute is Recompute.FULL and walks.is_first) * walks.ends.kept_first(walks.s)
             if recompute is not Recompute.FULL or not walks.is_last:
                 assert walks.forward(recompute).now == saved + (0 if walks.is_last else x)
             for defers, stays in ((False, 0), (True, int(size.deferred))):
