@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tpengine.architectures.part import Axis
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import Config, ModelConfig, Phase, Phases, num_evaluated, num_shards_of, schedule_of
 from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
@@ -20,7 +21,6 @@ from tpengine.dtypes import dtype_bytes
 from tpengine.layout.flops import layer_flops
 from tpengine.layout.parameters import (
     EMBEDDING,
-    Axis,
     BucketLayout,
     Gradient,
     bucket_layouts,
