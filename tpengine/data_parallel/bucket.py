@@ -25,7 +25,8 @@ from torch import Tensor
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.pending import Work
 
-from tpengine.layout.parameters import Axis, BucketLayout
+from tpengine.architectures.part import Axis
+from tpengine.layout.parameters import BucketLayout
 from tpengine.layout.slices import Cut, Part
 
 _Value = TypeVar("_Value", torch.dtype, torch.device)

@@ -18,11 +18,12 @@ from torch.nn import Parameter
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.tree import tree_sum
 
+from tpengine.architectures.part import Axis
 from tpengine.data_parallel.bucket import Bucket
 from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.distributed.mesh import Communicators
 from tpengine.layers.gradient_sink import GradientSink
-from tpengine.layout.parameters import ALIGNMENT_BYTES, EMBEDDING, HEAD, Axis, BucketLayout, Piece, leaf_name
+from tpengine.layout.parameters import ALIGNMENT_BYTES, EMBEDDING, HEAD, BucketLayout, Piece, leaf_name
 from tpengine.layout.slices import BlockCut, Cut
 from tpengine.model.exact import Shards
 
