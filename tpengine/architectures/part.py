@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, Self
 
 from tpkernels.work import Work, all_gather_work, matmul_work, visible_pairs
 
@@ -124,7 +124,7 @@ class Sizes:
         *,
         packed: Packed | None = None,
         load: float = 1.0,
-    ) -> Sizes:
+    ) -> Self:
         """Return the sizes of a configuration on one of `tp` ranks."""
         train = config.train
         tokens, item = train.micro_batch_size * train.seq_len, dtype_bytes(train.dtype)
