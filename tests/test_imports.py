@@ -42,6 +42,7 @@ TORCH_FREE = [
     "tpengine.last_words",
     "tpengine.dtypes",
     "tpengine.files",
+    "tpengine.journal",
     "tpengine.tensor_file",
     "tpengine.spelling",
     "tpengine.observe.activity",

@@ -11,14 +11,13 @@ them any more. No torch.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tpengine import journal
 from tpengine.config.lengths import index_of, numbered
-from tpengine.files import write_beside
 
 FILE_NAME = "rollbacks.jsonl"
 
@@ -68,11 +67,13 @@ def read_rollbacks(path: Path) -> list[Rollback]:
         OSError: it cannot be read.
     """
     found = []
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for line in journal.read(path):
+        if not line.row:
+            raise ValueError(f"line {line.number}: no rollback: no JSON object")
         try:
-            found.append(rollback_of(json.loads(line)))
+            found.append(rollback_of(line.row))
         except ValueError as error:
-            raise ValueError(f"line {number}: {error}") from None
+            raise ValueError(f"line {line.number}: {error}") from None
     return found
 
 
@@ -82,8 +83,7 @@ def write_rollbacks(path: Path, rollbacks: Iterable[Rollback]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    lines = [json.dumps(rollback.to_json()) + "\n" for rollback in rollbacks]
-    write_beside(path, "".join(lines).encode(), durable=True)
+    journal.write(path, [rollback.to_json() for rollback in rollbacks], durable=True)
 
 
 def joined(first: Sequence[Rollback], second: Sequence[Rollback]) -> tuple[Rollback, ...]:

@@ -12,7 +12,6 @@ for the newest checkpoint, is run again when the run is resumed.
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import shutil
 import subprocess
@@ -24,9 +23,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+from tpengine import journal
 from tpengine.checkpoint import guardian
 from tpengine.checkpoint.directory import CheckpointDirectory
-from tpengine.files import write_beside
 from tpengine.last_words import one_line
 from tpengine.trust import permitted_command
 
@@ -123,9 +122,8 @@ class Uploads:
             if self._newest is not None and self._newest > step:
                 self._newest = None
         with contextlib.suppress(OSError):
-            rows = self._journal.read_text(errors="replace").splitlines()
-            kept = [row + "\n" for row in rows if (of := _step_of(row)) is not None and of <= step]
-            write_beside(self._journal, "".join(kept).encode())
+            lines = list(journal.read(self._journal))
+            journal.write(self._journal, [line for line in lines if line.step is not None and line.step <= step])
 
     def finish(self, seconds: float | None = None) -> None:
         """Wait for what runs and what waits, and say what became of the newest; then run no more.
@@ -187,8 +185,7 @@ class Uploads:
             self._say_failure(step, f"exit code {code}{f': {text}' if text else ''}")
         row = {"step": step, "exit_code": code, "seconds": round(time.monotonic() - begin, 3), "text": text}
         try:
-            with self._journal.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            journal.append(self._journal, row)
         except OSError as error:
             self._say(f"{self._journal} cannot be written: {error.strerror}")
 
@@ -213,22 +210,12 @@ class Uploads:
             self._say(f"{_FLAG} failed for {self._directory.of_step(step).name}: {what}: the run goes on")
 
 
-def done_steps(journal: Path) -> set[int]:
+def done_steps(path: Path) -> set[int]:
     """Return the steps for which the command has ended with code 0; lines that are anything else are skipped."""
-    done = set()
     with contextlib.suppress(OSError):
-        for line in journal.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                row = json.loads(line)
-                if row["exit_code"] == 0:
-                    done.add(int(row["step"]))
-    return done
-
-
-def _step_of(row: str) -> int | None:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return int(json.loads(row)["step"])
-    return None
+        lines = journal.read(path)
+        return {line.step for line in lines if line.step is not None and line.row.get("exit_code") == 0}
+    return set()
 
 
 def _last_line(output: IO[bytes]) -> str:

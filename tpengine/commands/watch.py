@@ -8,12 +8,10 @@ something happened.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 from rich.live import Live
 from rich.table import Table
 
+from tpengine import journal
 from tpengine.checkpoint.run_directory import is_running
 from tpengine.config.lengths import first_of_rows
 from tpengine.files import write_beside
@@ -127,7 +126,7 @@ def read_history(run_dir: Path) -> History:
     """
     path = run_dir / "metrics.jsonl"
     try:
-        text = path.read_text(errors="replace")
+        lines = journal.read(path)
     except OSError as error:
         raise ValueError(
             f"a run to watch must have a metrics.jsonl: {path}: {error.strerror}: give the --run-dir of a run that "
@@ -135,20 +134,11 @@ def read_history(run_dir: Path) -> History:
         ) from None
     history = History(run_dir.name or str(run_dir), length=_length_of(run_dir))
     history.is_running = is_running(run_dir)
-    rows = list(_rows(text))
+    rows = [line.row for line in lines if line.step is not None and 0 <= line.step < _MOST_STEPS]
     before_first = 1 - first_of_rows(rows)
     for row in rows:
         _add(history, row, row["step"] + before_first)
     return history
-
-
-def _rows(text: str) -> Iterator[dict[str, Any]]:
-    """Yield what is a row of a step."""
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < _MOST_STEPS:
-                yield row
 
 
 def _add(history: History, row: dict[str, Any], number: int) -> None:

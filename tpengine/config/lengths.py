@@ -232,6 +232,14 @@ def index_of(value: Mapping[str, Any]) -> int:
     return step - int(first)
 
 
+def index_or_none(value: Mapping[str, Any]) -> int | None:
+    """Return the step that JSON names, from 0; None where it names none."""
+    try:
+        return index_of(value)
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
 def first_of_rows(rows: Iterable[Mapping[str, Any]]) -> int:
     """Return what the rows of a metrics.jsonl count steps from."""
     return 0 if any(row.get("step") == 0 for row in rows) else _FIRST

@@ -26,9 +26,10 @@ from typing import Any
 
 import torch
 
+from tpengine import journal
 from tpengine.config import Config
 from tpengine.config.lengths import first_of_rows
-from tpengine.files import keep_aside, write_beside
+from tpengine.files import keep_aside
 from tpengine.layout.flops import step_flops
 from tpengine.observe.wandb_run import WandbRun
 
@@ -276,22 +277,16 @@ def _complete_last_row(path: Path, step: int, found: dict[str, float | None]) ->
 
 
 def _keep_records_until(path: Path, num_steps: int) -> None:
-    """Keep the records of so many finished steps, and rollbacks; a last line that a kill has cut goes, too.
+    """Keep the records of so many finished steps, and rollbacks; what is no record goes.
 
     Rows of an earlier version are numbered as others are (config/lengths.py).
     """
     if not path.exists():
         return
-    rows = []
-    for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict) and type(row.get("step")) is int:
-                rows.append(row)
+    rows = [line.row for line in journal.read(path) if line.step is not None]
     first = first_of_rows(rows)
     kept = [{**row, "step": row["step"] + 1 - first} for row in rows]
-    kept = [row for row in kept if row["step"] <= num_steps or row.get("event") == "rollback"]
-    write_beside(path, "".join(json.dumps(row) + "\n" for row in kept).encode())
+    journal.write(path, (row for row in kept if row["step"] <= num_steps or row.get("event") == "rollback"))
 
 
 class BackgroundWriter:

@@ -8,7 +8,6 @@ without them.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from typing import NoReturn
 import torch
 from rich.console import Console
 
-from tpengine.config.lengths import index_of, numbered
+from tpengine import journal
+from tpengine.config.lengths import index_or_none, numbered
 from tpengine.distributed.process import max_over_ranks
-from tpengine.files import write_beside
 from tpengine.observe.console import ProgressLine, show_sample, texts_of
 from tpengine.observe.metrics import BackgroundWriter
 from tpengine.observe.watch import Watch
@@ -63,10 +62,15 @@ class Evaluation:
         self.go_back(first_step)
 
     def go_back(self, num_steps: int) -> None:
-        """Remove the samples of later steps: the run draws them again."""
+        """Remove the samples of later steps, and what is no sample: the run draws them again."""
+
+        def is_kept(line: journal.Line) -> bool:
+            index = index_or_none(line.row)
+            return index is not None and index < num_steps
+
         if self._path is not None:
             with contextlib.suppress(OSError):
-                _keep_samples_until(self._path, num_steps)
+                journal.write(self._path, [line for line in journal.read(self._path) if is_kept(line)])
 
     def is_due(self, num_steps: int) -> bool:
         """Return whether the held-out loss follows this many steps: every train.eval_every, and the last."""
@@ -112,12 +116,10 @@ class Evaluation:
 
     def _keep(self, num_steps: int, tokens: list[int], texts: tuple[str, str]) -> None:
         assert self._path is not None
-        named = numbered(num_steps - 1)
-        line = json.dumps({**named, "prompt": texts[0], "text": texts[1], "tokens": tokens})
+        row = {**numbered(num_steps - 1), "prompt": texts[0], "text": texts[1], "tokens": tokens}
         self._state.rank.activity.begin("writing a sample", timed=False)
         try:
-            with self._path.open("a") as file:
-                file.write(line + "\n")
+            journal.append(self._path, row)
         except OSError as error:
             self._console.print(
                 f"the sample is not in {self._path.name}: {error}", markup=False, highlight=False, soft_wrap=True
@@ -126,18 +128,6 @@ class Evaluation:
 
 def _is_multiple(number: int, every: int) -> bool:
     return every > 0 and number % every == 0
-
-
-def _keep_samples_until(path: Path, num_steps: int) -> None:
-    """Remove what a run that continues draws again, and a last line that a kill has cut."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            if index_of(json.loads(line)) < num_steps:
-                kept.append(line + "\n")
-    write_beside(path, "".join(kept).encode())
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ machine is suspected, and the report says so.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 from collections.abc import Iterable
@@ -29,9 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpengine.config.lengths import index_of, numbered
+from tpengine import journal
+from tpengine.config.lengths import index_or_none, numbered
 from tpengine.distributed.agreement import all_gather_json, broadcast_json
-from tpengine.files import keep_aside, write_beside
+from tpengine.files import keep_aside
 from tpengine.layout.parameters import stage_specs
 from tpengine.observe.activity import Activity
 from tpengine.training.checkpoint_blocks import hf_name
@@ -292,8 +292,8 @@ class SkippedSteps:
         if not gone or self._path is None or not self._path.exists():
             return
         try:
-            lines = [line for line in self._path.read_bytes().splitlines() if _step_of(line) not in gone]
-            write_beside(self._path, b"".join(line + b"\n" for line in lines), durable=True)
+            lines = [line for line in journal.read(self._path) if index_or_none(line.row) not in gone]
+            journal.write(self._path, lines, durable=True)
         except OSError as error:
             self._say(f"{self._path} cannot be written: {error}: it lists steps that the run repeats: remove them")
 
@@ -304,16 +304,14 @@ class SkippedSteps:
             return []
         if not path.exists():
             return []
-        lines = path.read_bytes().splitlines(keepends=True)
-        # A last line that is cut off is dropped: its step will be computed again.
-        if lines and not lines[-1].endswith(b"\n") and _step_of(lines[-1]) is None:
-            lines.pop()
         steps = []
-        for number, line in enumerate(lines, 1):
-            step = _step_of(line)
-            if step is None:
-                raise ValueError(f"line {number} names no step")
-            steps.append(step)
+        for line in journal.read(path):
+            step = index_or_none(line.row)
+            if step is not None:
+                steps.append(step)
+            # The step of a line that is cut will be computed again.
+            elif not line.is_cut:
+                raise ValueError(f"line {line.number} names no step")
         return steps
 
     def _write_while_all_wait(self, record: dict[str, Any], without: str) -> None:
@@ -332,11 +330,10 @@ class SkippedSteps:
         if self._path is None:
             return
         try:
-            lines = self._path.read_bytes().splitlines() if self._path.exists() else []
-            if lines and _step_of(lines[-1]) in (None, index_of(record)):
+            lines = list(journal.read(self._path)) if self._path.exists() else []
+            if lines and index_or_none(lines[-1].row) in (None, index_or_none(record)):
                 lines.pop()
-            lines.append(json.dumps(record).encode())
-            write_beside(self._path, b"".join(line + b"\n" for line in lines), durable=True)
+            journal.write(self._path, [*lines, record], durable=True)
         except OSError as error:
             self._say(f"{self._path} cannot be written: {error}: {without}")
 
@@ -348,10 +345,3 @@ class SkippedSteps:
 
 def _scale_in_words(scale: LossScale) -> str:
     return f", with the loss scale at its floor, {scale.value:g}" if scale.is_at_floor else ""
-
-
-def _step_of(line: bytes) -> int | None:
-    try:
-        return index_of(json.loads(line))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None

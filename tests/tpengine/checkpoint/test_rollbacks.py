@@ -34,7 +34,6 @@ def test_two_lists_of_one_run_are_joined() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "[]",
         "{",
         '{"step": 1}',
         '{"step": 1, "to": 0, "order": 0, "samples": [], "loss": 1, "grad_norm": 1}',

@@ -180,17 +180,13 @@ def test_a_killed_rank_takes_its_command_along(run: Run) -> None:
     assert run.lines("uploaded") == ["tensors of 1"]
 
 
-def test_a_journal_of_anything_is_read(run: Run) -> None:
-    rows = [
-        '{"step": 1, "exit_code": 0}',
-        "[]",
-        "7",
-        '{"step": "x", "exit_code": 0}',
-        '{"step": 2, "exit_code": 1}',
-        '{"st',
-    ]
-    (run.path / JOURNAL).write_bytes(b"\xff\n" + "\n".join(rows).encode())
-    assert done_steps(run.path / JOURNAL) == {1}
+def test_a_journal_of_anything_is_read_and_cut_behind_a_step(run: Run) -> None:
+    of_1, of_2 = '{"step": 1, "exit_code": 0}', '{"step": 2, "exit_code": 1}'
+    rows = [of_1, "7", '{"step": "x", "exit_code": 0}', of_2, '{"step": 3, "exit_code": 0}', '{"st']
+    (run.path / JOURNAL).write_text("\n".join(rows))
+    assert done_steps(run.path / JOURNAL) == {1, 3}
+    run.uploads("sh -c true {path}").go_back(2)
+    assert run.lines(JOURNAL) == [of_1, of_2]
 
 
 def test_a_program_that_is_not_there_is_refused() -> None:

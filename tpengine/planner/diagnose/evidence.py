@@ -15,7 +15,6 @@ plan and the steps are those of the phase that was recorded.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
@@ -26,6 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tpengine import journal
 from tpengine.architectures.model_path import architecture_of_run
 from tpengine.config import Config, phases_of, validate_run
 from tpengine.config.lengths import first_of_rows
@@ -339,13 +339,13 @@ def _read_metrics(path: Path) -> dict[int, float]:
     try:
         if path.stat().st_size > _MAX_METRICS_BYTES:
             raise ValueError(f"a diagnosis needs the metrics.jsonl of a run: {path}: it has more than 1 GB: cut it")
-        lines = path.read_text(errors="replace").splitlines()
+        lines = journal.read(path)
     except OSError as error:
         raise ValueError(
             f"a diagnosis needs the metrics.jsonl of a run: {path}: {error.strerror}: give the directory of the run"
         ) from None
     # A kill may cut the last line, and a step that was left out has no time.
-    rows = [row for row in map(_row, lines) if row is not None]
+    rows = [line.row for line in lines if line.step is not None and _is_time(line.row.get("step_seconds"))]
     first = first_of_rows(rows)
     found = {row["step"] - first: float(row["step_seconds"]) for row in rows}
     if not found:
@@ -356,16 +356,9 @@ def _read_metrics(path: Path) -> dict[int, float]:
     return found
 
 
-def _row(line: str) -> dict[str, Any] | None:
-    """Return a row that has a step and its time; None of anything else."""
-    try:
-        row: Any = json.loads(line)
-        step, seconds = row["step"], row["step_seconds"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
+def _is_time(seconds: object) -> bool:
     # An integer of JSON may be larger than any float; NaN is not below.
-    is_number = type(step) is int and type(seconds) in (int, float) and abs(seconds) <= sys.float_info.max
-    return row if is_number and seconds > 0.0 else None
+    return isinstance(seconds, int | float) and type(seconds) is not bool and 0.0 < seconds <= sys.float_info.max
 
 
 def _short(value: Any) -> str:
