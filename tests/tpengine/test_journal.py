@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tpengine import journal
+from tpengine.journal import index_of, numbered
 
 ROWS = [{"step": step, "text": "1 + 1 =\n2", "loss": 1 / step} for step in (1, 2, 3)]
 
@@ -29,7 +30,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def test_rows_come_back_with_all_bits(path: Path) -> None:
     lines = list(journal.read(path))
-    assert [line.row for line in lines] == ROWS and not any(line.is_cut for line in lines)
+    assert [line.row for line in lines] == ROWS and all(line.text.endswith(b"\n") for line in lines)
     assert [(line.number, line.step) for line in lines] == [(1, 1), (2, 2), (3, 3)]
 
 
@@ -40,8 +41,8 @@ def test_a_line_that_is_cut_anywhere_is_told_and_the_next_row_has_its_own(path: 
         path.write_bytes(whole[:-length])
         *before, line = journal.read(path)
         # A row that lacks its newline alone is whole.
-        assert (line.row, line.is_cut) == ((ROWS[2], False) if length == 1 else ({}, True))
-        assert [line.row for line in before] == ROWS[:2] and not any(line.is_cut for line in before)
+        assert line.row == (ROWS[2] if length == 1 else {}) and not line.text.endswith(b"\n")
+        assert [line.row for line in before] == ROWS[:2]
         journal.append(path, {"step": 4})
         assert rows(path) == [*ROWS[:2], line.row, {"step": 4}]
 
@@ -51,7 +52,7 @@ def test_a_bad_line_in_the_middle_is_one_line_that_has_no_row(path: Path, bad: b
     first, *others = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([first, bad, *others, b""]))
     _, line, *_ = lines = list(journal.read(path))
-    assert (line.number, line.text, line.row, line.is_cut, line.step) == (2, bad, {}, False, None)
+    assert line == (2, bad + b"\n", {}) and (line.step, line.index) == (None, None)
     assert [line.row for line in lines if line.row] == ROWS
     # Who keeps it, keeps it as it is.
     before = path.read_bytes()
@@ -63,7 +64,7 @@ def test_a_bad_line_in_the_middle_is_one_line_that_has_no_row(path: Path, bad: b
 def test_a_step_that_is_none_is_not_taken_for_one(path: Path, step: object) -> None:
     journal.append(path, {"step": step})
     *_, line = journal.read(path)
-    assert line.row == {"step": step} and line.step is None
+    assert line.row == {"step": step} and (line.step, line.index) == (None, None)
 
 
 def test_a_byte_that_is_no_text_costs_no_row(path: Path) -> None:
@@ -151,3 +152,22 @@ def test_a_durable_list_is_on_disk_under_its_name(path: Path, monkeypatch: pytes
 def test_a_list_that_is_not_there_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         journal.read(tmp_path / "none.jsonl")
+
+
+def test_a_step_is_named_by_the_number_that_is_finished_with_it(path: Path) -> None:
+    assert numbered(0)["step"] == 1 and [index_of(numbered(index)) for index in (0, 1, 99)] == [0, 1, 99]
+    assert index_of({"step": 7}) == 7, "earlier versions counted from 0"
+    journal.write(path, [numbered(4), {"step": 4}])
+    assert [(line.step, line.index) for line in journal.read(path)] == [(5, 4), (4, 4)]
+
+
+@pytest.mark.parametrize("value", [{}, [], "1", {"step": -1}, {"step": True}, {"step": 0, "counted_from": 1}])
+def test_what_names_no_step_is_refused(value: Any) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        index_of(value)
+
+
+def test_metrics_of_an_earlier_version_have_a_step_0(path: Path) -> None:
+    assert journal.read_steps(path) == ROWS
+    path.write_bytes(b'{"step": 0}\n{"stop": 1}\n{"step": 1, "event": "skip"}\n{"st')
+    assert journal.read_steps(path) == [{"step": 1}, {"step": 2, "event": "skip"}]

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from tpengine import journal
-from tpengine.config.lengths import index_of, numbered
 
 FILE_NAME = "rollbacks.jsonl"
 
@@ -40,7 +39,7 @@ class Rollback:
 
     def to_json(self) -> dict[str, Any]:
         """Return what JSON can hold."""
-        return asdict(self) | numbered(self.step)
+        return asdict(self) | journal.numbered(self.step)
 
 
 def rollback_of(value: Any) -> Rollback:
@@ -54,7 +53,7 @@ def rollback_of(value: Any) -> Rollback:
         if not ranges or any(first >= end for first, end in ranges):
             raise ValueError("no range of samples")
         to, order = (_natural(value[name]) for name in ("to", "order"))
-        return Rollback(index_of(value), to, order, ranges, float(value["loss"]), float(value["grad_norm"]))
+        return Rollback(journal.index_of(value), to, order, ranges, float(value["loss"]), float(value["grad_norm"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"no rollback: {error if str(error) else value!r}") from None
 

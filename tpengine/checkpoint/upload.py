@@ -122,7 +122,7 @@ class Uploads:
             if self._newest is not None and self._newest > step:
                 self._newest = None
         with contextlib.suppress(OSError):
-            lines = list(journal.read(self._journal))
+            lines = journal.read(self._journal)
             journal.write(self._journal, [line for line in lines if line.step is not None and line.step <= step])
 
     def finish(self, seconds: float | None = None) -> None:

@@ -22,7 +22,6 @@ from rich.table import Table
 
 from tpengine import journal
 from tpengine.checkpoint.run_directory import is_running
-from tpengine.config.lengths import first_of_rows
 from tpengine.files import write_beside
 from tpengine.observe.safe_console import SafeConsole
 from tpengine.planner.draw import palette
@@ -126,7 +125,7 @@ def read_history(run_dir: Path) -> History:
     """
     path = run_dir / "metrics.jsonl"
     try:
-        lines = journal.read(path)
+        rows = journal.read_steps(path)
     except OSError as error:
         raise ValueError(
             f"a run to watch must have a metrics.jsonl: {path}: {error.strerror}: give the --run-dir of a run that "
@@ -134,10 +133,9 @@ def read_history(run_dir: Path) -> History:
         ) from None
     history = History(run_dir.name or str(run_dir), length=_length_of(run_dir))
     history.is_running = is_running(run_dir)
-    rows = [line.row for line in lines if line.step is not None and 0 <= line.step < _MOST_STEPS]
-    before_first = 1 - first_of_rows(rows)
     for row in rows:
-        _add(history, row, row["step"] + before_first)
+        if 0 < row["step"] < _MOST_STEPS:
+            _add(history, row, row["step"])
     return history
 
 

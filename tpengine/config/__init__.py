@@ -1,7 +1,7 @@
 """The configuration of a run, and which configurations are legal. No torch.
 
 settings.py     the settings: dataclasses, nothing else; what an architecture adds; what train.spike says
-lengths.py      lengths in steps or tokens; a step by its sequences, a run by its tokens or epochs; numbers of steps
+lengths.py      lengths in steps or tokens; a step by its sequences, a run by its tokens or epochs
 ranges.py       which values are legal by themselves, and legal ones near a wrong one
 rules.py        which are legal together, and how sizes that were left out are filled in
 phases.py       the phases of a run: their steps, their settings, where their samples begin

@@ -8,24 +8,16 @@ A length is in steps or in tokens: 2000, "4e9 tokens", "500M tokens", 2B.
 
 What is decided takes the place of what was said: a run's config.toml has numbers of micro-batches and of steps. A
 resume in another layout keeps the product of micro-batches and replicas, and the steps, so batch and end stay.
-
-In files and lines a step has the number of steps that are finished when it is, as its checkpoint has. So the first step
-is 1, and the last one of `--train.steps 250` is 250: in metrics.jsonl, samples.jsonl, skipped.jsonl, rollbacks.jsonl
-and profile.json, in what a run prints, and in the names of checkpoints. In the code a step is an index from 0, which
-decides its samples and its learning rate.
-
-Files of earlier versions counted from 0, and are still read. A line of JSON says what it counts from. Rows of
-metrics.jsonl do not, because other programs read them: a file that has a row of step 0 counts from 0.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tpengine.config.settings import Config, TrainConfig
 
@@ -41,7 +33,6 @@ MOST_MICRO_BATCHES = 2**14
 _SAY_THE_SAME = (("num_micro_batches", "global_batch"), ("steps", "tokens", "epochs"))
 # Those others, and their values where nothing is said.
 DECIDING = {name: getattr(TrainConfig(), name) for _, *deciding in _SAY_THE_SAME for name in deciding}
-_FIRST = 1
 
 
 class Amount(NamedTuple):
@@ -212,34 +203,3 @@ def with_epochs(config: Config, num_sequences: int) -> Config:
             f"{batch} per step: use train.epochs {MOST_STEPS * batch / num_sequences:.0f} or fewer"
         )
     return replace(config, train=replace(train, steps=max(1, steps), epochs=0.0))
-
-
-def numbered(index: int) -> dict[str, int]:
-    """Return how JSON names a step that is given from 0."""
-    return {"step": index + _FIRST, "counted_from": _FIRST}
-
-
-def index_of(value: Mapping[str, Any]) -> int:
-    """Return the step that JSON names, from 0.
-
-    Raises:
-        ValueError: it names none.
-        KeyError, TypeError: as ValueError.
-    """
-    step, first = value["step"], value.get("counted_from", 0)
-    if type(step) is not int or first not in (0, _FIRST) or step < first:
-        raise ValueError(f"{step!r} is no step, counted from {first!r}")
-    return step - int(first)
-
-
-def index_or_none(value: Mapping[str, Any]) -> int | None:
-    """Return the step that JSON names, from 0; None where it names none."""
-    try:
-        return index_of(value)
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
-def first_of_rows(rows: Iterable[Mapping[str, Any]]) -> int:
-    """Return what the rows of a metrics.jsonl count steps from."""
-    return 0 if any(row.get("step") == 0 for row in rows) else _FIRST

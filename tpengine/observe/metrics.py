@@ -28,7 +28,6 @@ import torch
 
 from tpengine import journal
 from tpengine.config import Config
-from tpengine.config.lengths import first_of_rows
 from tpengine.files import keep_aside
 from tpengine.layout.flops import step_flops
 from tpengine.observe.wandb_run import WandbRun
@@ -87,7 +86,7 @@ def step_record(
     """Return one line of metrics.jsonl.
 
     Args:
-        step: from 0; the row has the number of finished steps (config/lengths.py).
+        step: from 0; the row has the number of finished steps (journal.py).
         loss: nats per valid target of the global step.
         grad_norm: before clipping.
         step_seconds, peak_memory_bytes: largest over ranks.
@@ -279,14 +278,11 @@ def _complete_last_row(path: Path, step: int, found: dict[str, float | None]) ->
 def _keep_records_until(path: Path, num_steps: int) -> None:
     """Keep the records of so many finished steps, and rollbacks; what is no record goes.
 
-    Rows of an earlier version are numbered as others are (config/lengths.py).
+    Rows of an earlier version are numbered as others are.
     """
-    if not path.exists():
-        return
-    rows = [line.row for line in journal.read(path) if line.step is not None]
-    first = first_of_rows(rows)
-    kept = [{**row, "step": row["step"] + 1 - first} for row in rows]
-    journal.write(path, (row for row in kept if row["step"] <= num_steps or row.get("event") == "rollback"))
+    if path.exists():
+        rows = journal.read_steps(path)
+        journal.write(path, [row for row in rows if row["step"] <= num_steps or row.get("event") == "rollback"])
 
 
 class BackgroundWriter:

@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 
 from tpengine import journal
-from tpengine.config.lengths import index_or_none, numbered
 from tpengine.distributed.process import max_over_ranks
 from tpengine.observe.console import ProgressLine, show_sample, texts_of
 from tpengine.observe.metrics import BackgroundWriter
@@ -63,14 +62,10 @@ class Evaluation:
 
     def go_back(self, num_steps: int) -> None:
         """Remove the samples of later steps, and what is no sample: the run draws them again."""
-
-        def is_kept(line: journal.Line) -> bool:
-            index = index_or_none(line.row)
-            return index is not None and index < num_steps
-
         if self._path is not None:
             with contextlib.suppress(OSError):
-                journal.write(self._path, [line for line in journal.read(self._path) if is_kept(line)])
+                lines = journal.read(self._path)
+                journal.write(self._path, [line for line in lines if line.index is not None and line.index < num_steps])
 
     def is_due(self, num_steps: int) -> bool:
         """Return whether the held-out loss follows this many steps: every train.eval_every, and the last."""
@@ -116,7 +111,7 @@ class Evaluation:
 
     def _keep(self, num_steps: int, tokens: list[int], texts: tuple[str, str]) -> None:
         assert self._path is not None
-        row = {**numbered(num_steps - 1), "prompt": texts[0], "text": texts[1], "tokens": tokens}
+        row = {**journal.numbered(num_steps - 1), "prompt": texts[0], "text": texts[1], "tokens": tokens}
         self._state.rank.activity.begin("writing a sample", timed=False)
         try:
             journal.append(self._path, row)

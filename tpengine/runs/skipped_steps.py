@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 
 from tpengine import journal
-from tpengine.config.lengths import index_or_none, numbered
 from tpengine.distributed.agreement import all_gather_json, broadcast_json
 from tpengine.files import keep_aside
 from tpengine.layout.parameters import stage_specs
@@ -190,6 +189,43 @@ def _layer_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def read_for_all(path: Path | None, read: Callable[[Path], list[Any]], what: str, *, resume: bool) -> list[Any]:
+    """Return what a list says, equal on all ranks; collective.
+
+    Args:
+        path: the list on rank 0; None elsewhere.
+        read: returns what JSON can hold.
+        what: is listed, for the message.
+        resume: whether the run continues another. If not, an earlier list is kept aside.
+
+    Raises:
+        RunError: on all ranks alike: it cannot be read.
+    """
+    found, problem = [], ""
+    if path is not None:
+        try:
+            if not resume:
+                keep_aside(path)
+            found = read(path) if path.exists() else []
+        except (OSError, ValueError) as error:
+            problem = f"the list of {what} must be readable: {path}: {error}: mend or remove it"
+    found, problem = broadcast_json([found, problem])
+    if problem:
+        raise RunError(problem)
+    return found
+
+
+def _read(path: Path) -> list[int]:
+    steps = []
+    for line in journal.read(path):
+        if line.index is not None:
+            steps.append(line.index)
+        # The last line may be cut: its step will be computed again.
+        elif line.text.endswith(b"\n"):
+            raise ValueError(f"line {line.number} names no step")
+    return steps
+
+
 class SkippedSteps:
     """The skipped steps of a run; the constructor is collective.
 
@@ -209,16 +245,7 @@ class SkippedSteps:
     def __init__(self, planned: PlannedRun, activity: Activity, run_dir: Path | None) -> None:
         self._planned, self._activity, self._train = planned, activity, planned.config.train
         self._path = None if run_dir is None else run_dir / FILE_NAME
-        found: dict[str, Any] = {"steps": [], "error": ""}
-        if self._path is not None:
-            try:
-                found["steps"] = self._open(self._path)
-            except (OSError, ValueError) as error:
-                found["error"] = f"the list of skipped steps must be readable: {self._path}: {error}: mend or remove it"
-        found = broadcast_json(found)
-        if found["error"]:
-            raise RunError(found["error"])
-        self.known = frozenset(found["steps"])
+        self.known = frozenset(read_for_all(self._path, _read, "skipped steps", resume=planned.config.resume))
         self._skipped = set(self.known)
         self._in_a_row: list[int] = []
 
@@ -251,7 +278,7 @@ class SkippedSteps:
         self._skipped.add(step)
         self._in_a_row.append(step)
         record = {
-            **numbered(step),
+            **journal.numbered(step),
             "samples": [phase.samples_before(step), phase.samples_before(step + 1)],
             "tensor": None,
             "layer": None,
@@ -292,27 +319,10 @@ class SkippedSteps:
         if not gone or self._path is None or not self._path.exists():
             return
         try:
-            lines = [line for line in journal.read(self._path) if index_or_none(line.row) not in gone]
+            lines = [line for line in journal.read(self._path) if line.index not in gone]
             journal.write(self._path, lines, durable=True)
         except OSError as error:
             self._say(f"{self._path} cannot be written: {error}: it lists steps that the run repeats: remove them")
-
-    def _open(self, path: Path) -> list[int]:
-        """Return the steps listed by the run that this one continues; keep the list of another run aside."""
-        if not self._planned.config.resume:
-            keep_aside(path)
-            return []
-        if not path.exists():
-            return []
-        steps = []
-        for line in journal.read(path):
-            step = index_or_none(line.row)
-            if step is not None:
-                steps.append(step)
-            # The step of a line that is cut will be computed again.
-            elif not line.is_cut:
-                raise ValueError(f"line {line.number} names no step")
-        return steps
 
     def _write_while_all_wait(self, record: dict[str, Any], without: str) -> None:
         """Write a step's line on rank 0; collective. All ranks wait without a time limit, as the disk may be slow."""
@@ -331,7 +341,7 @@ class SkippedSteps:
             return
         try:
             lines = list(journal.read(self._path)) if self._path.exists() else []
-            if lines and index_or_none(lines[-1].row) in (None, index_or_none(record)):
+            if lines and lines[-1].index in (None, journal.index_of(record)):
                 lines.pop()
             journal.write(self._path, [*lines, record], durable=True)
         except OSError as error:

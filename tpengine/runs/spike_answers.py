@@ -21,9 +21,9 @@ from tpengine.architectures.model_path import run_of
 from tpengine.checkpoint.rollbacks import FILE_NAME, Rollback, joined, read_rollbacks, rollback_of, write_rollbacks
 from tpengine.config import ModelConfig
 from tpengine.distributed.agreement import broadcast_json
-from tpengine.files import keep_aside
 from tpengine.runs.checkpoints import RunCheckpoints
 from tpengine.runs.restoring import Beginning, restore_beginning, restore_older
+from tpengine.runs.skipped_steps import read_for_all
 from tpengine.runs.trainer import Trainer
 from tpengine.training.planned_run import RunError
 from tpengine.training.spikes import StepResult
@@ -58,22 +58,13 @@ class SpikeAnswers:
         self._trainer, self._checkpoints = trainer, checkpoints
         self._beginning, self._find_beginning = beginning, find_beginning
         self._path = None if run_dir is None else run_dir / FILE_NAME
-        found: dict[str, Any] = {"rollbacks": [], "error": ""}
-        if self._path is not None:
-            try:
-                found["rollbacks"] = [rollback.to_json() for rollback in self._open(self._path)]
-            except (OSError, ValueError) as error:
-                found["error"] = f"the list of rollbacks must be readable: {self._path}: {error}: mend or remove it"
-        found = broadcast_json(found)
-        if found["error"]:
-            raise RunError(found["error"])
-        state = trainer.state
-        state.rollbacks = tuple(joined([rollback_of(value) for value in found["rollbacks"]], state.rollbacks))
 
-    def _open(self, path: Path) -> list[Rollback]:
-        if not self._trainer.planned.config.resume:
-            keep_aside(path)
-        return read_rollbacks(path) if path.exists() else []
+        def read(path: Path) -> list[Any]:
+            return [rollback.to_json() for rollback in read_rollbacks(path)]
+
+        found = read_for_all(self._path, read, "rollbacks", resume=trainer.planned.config.resume)
+        state = trainer.state
+        state.rollbacks = joined([rollback_of(value) for value in found], state.rollbacks)
 
     @property
     def goes_back(self) -> bool:

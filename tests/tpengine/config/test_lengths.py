@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -20,7 +19,7 @@ from tpengine.checkpoint.resume import saved_config
 from tpengine.checkpoint.rollbacks import Rollback, rollback_of
 from tpengine.commands.arguments import ConfigError, parse_config, parse_imported
 from tpengine.config import samples_per_step, validate_run
-from tpengine.config.lengths import Amount, amount_of, first_of_rows, index_of, numbered, tokens_of
+from tpengine.config.lengths import Amount, amount_of, tokens_of
 from tpengine.config.presets import preset_config
 from tpengine.config.toml import dump_toml
 from tpengine.data import open_corpus
@@ -222,22 +221,6 @@ def test_a_last_phase_ends_where_the_tokens_do(tmp_path: Path) -> None:
     file.write_text('[[phase]]\nuntil = "1M tokens"\n[[phase]]\nuntil = 2M\n'.replace("2M", '"2M"'))
     with pytest.raises(ConfigError, match=r"one setting says where a run ends: phase 2.*leave one out"):
         parse_config(flags, 1)
-
-
-def test_a_step_is_named_by_the_number_that_is_finished_with_it() -> None:
-    assert numbered(0)["step"] == 1 and [index_of(numbered(index)) for index in (0, 1, 99)] == [0, 1, 99]
-    assert index_of({"step": 7}) == 7, "earlier versions counted from 0"
-
-
-@pytest.mark.parametrize("value", [{}, [], "1", {"step": -1}, {"step": True}, {"step": 0, "counted_from": 1}])
-def test_what_names_no_step_is_refused(value: Any) -> None:
-    with pytest.raises((ValueError, KeyError, TypeError)):
-        index_of(value)
-
-
-def test_rows_of_an_earlier_version_have_a_step_0() -> None:
-    assert first_of_rows([{"step": 3}, {"step": 4}]) == 1 == first_of_rows([])
-    assert first_of_rows([{"step": 0}, {"step": 1}]) == 0
 
 
 @pytest.mark.parametrize("earlier", [False, True])

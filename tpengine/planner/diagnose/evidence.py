@@ -28,7 +28,6 @@ from typing import Any
 from tpengine import journal
 from tpengine.architectures.model_path import architecture_of_run
 from tpengine.config import Config, phases_of, validate_run
-from tpengine.config.lengths import first_of_rows
 from tpengine.config.toml import load_toml
 from tpengine.layout.step_plan import Layout, phase_layouts, training_plan
 from tpengine.plan import SCHEDULES, Kind, Plan, Timeline
@@ -339,15 +338,13 @@ def _read_metrics(path: Path) -> dict[int, float]:
     try:
         if path.stat().st_size > _MAX_METRICS_BYTES:
             raise ValueError(f"a diagnosis needs the metrics.jsonl of a run: {path}: it has more than 1 GB: cut it")
-        lines = journal.read(path)
+        rows = journal.read_steps(path)
     except OSError as error:
         raise ValueError(
             f"a diagnosis needs the metrics.jsonl of a run: {path}: {error.strerror}: give the directory of the run"
         ) from None
     # A kill may cut the last line, and a step that was left out has no time.
-    rows = [line.row for line in lines if line.step is not None and _is_time(line.row.get("step_seconds"))]
-    first = first_of_rows(rows)
-    found = {row["step"] - first: float(row["step_seconds"]) for row in rows}
+    found = {row["step"] - 1: float(row["step_seconds"]) for row in rows if _is_time(row.get("step_seconds"))}
     if not found:
         raise ValueError(
             f"a diagnosis needs the metrics.jsonl of a run: {path}: it has no step with step_seconds: let the run take "

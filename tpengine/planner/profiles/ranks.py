@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from tpengine.config.lengths import numbered
+from tpengine.journal import numbered
 from tpengine.plan.actions import COMPUTE, Kind
 
 T = TypeVar("T")
