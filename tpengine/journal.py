@@ -19,15 +19,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tpengine.files import write_beside
 
 _FIRST = 1
 
 
-class Line(NamedTuple):
+@dataclass(frozen=True)
+class Line:
     """A line of a list.
 
     Attributes:

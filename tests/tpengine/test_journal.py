@@ -52,7 +52,7 @@ def test_a_bad_line_in_the_middle_is_one_line_that_has_no_row(path: Path, bad: b
     first, *others = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([first, bad, *others, b""]))
     _, line, *_ = lines = list(journal.read(path))
-    assert line == (2, bad + b"\n", {}) and (line.step, line.index) == (None, None)
+    assert line == journal.Line(2, bad + b"\n", {}) and (line.step, line.index) == (None, None)
     assert [line.row for line in lines if line.row] == ROWS
     # Who keeps it, keeps it as it is.
     before = path.read_bytes()
