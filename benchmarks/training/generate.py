@@ -24,8 +24,7 @@ from rich.table import Table
 from benchmarks.harness.rows import make_row, stored
 from benchmarks.harness.timing import PASSED, Comparison, Spread, interleave, spread_fields
 from benchmarks.training import import_weights
-from tpengine.commands.generate import Options as Asked
-from tpengine.commands.generate import find_model
+from tpengine.commands.generate import GenerateOptions, find_model
 from tpengine.config.settings import round_up
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.generation.decoder import MOST_ROWS, Decoder, rows_to_prepare
@@ -72,7 +71,7 @@ class Member:
     """
 
     def __init__(self, directory: str, options: Options, tp: int) -> None:
-        config = find_model(Asked(directory, tp=tp, device="cpu")).config
+        config = find_model(GenerateOptions(directory, tp=tp, device="cpu")).config
         rows = round_up(options.prompt + options.tokens, tp)
         config = replace(config, train=replace(config.train, seq_len=rows))
         self._options, self._tp, self._ranks = options, tp, build(config, layout_of(config), torch.device("cpu"))

@@ -91,7 +91,7 @@ def advise(args: argparse.Namespace) -> None:
         raise ValueError(f"--draw must be a directory: {args.draw} is a file: name another")
     if args.json:
         check_place(args.json)
-    with shown("looking for layouts") as say:
+    with search_progress("looking for layouts") as say:
         found = search(question, args.top, args.seconds, watch=lambda *of: say(_so_far(*of)))
         if not found.rows:
             say("nothing fits; looking for what would")
@@ -230,7 +230,7 @@ def _without_a_change(found: Found) -> str:
 
 
 @contextlib.contextmanager
-def shown(words: str, moment_seconds: float = MOMENT_SECONDS) -> Iterator[Callable[[str], None]]:
+def search_progress(words: str, moment_seconds: float = MOMENT_SECONDS) -> Iterator[Callable[[str], None]]:
     """Show what is done, and for how long; yield what says it in other words. The line is removed at the end.
 
     Args: words: at the beginning. moment_seconds: after which the line appears.
@@ -239,10 +239,10 @@ def shown(words: str, moment_seconds: float = MOMENT_SECONDS) -> Iterator[Callab
         yield lambda _: None
         return
     # Only a search that is waited for needs it.
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    progress = Progress(*columns, console=SafeConsole(stderr=True), transient=True)
+    progress = SafeConsole(stderr=True).progress(*columns)
     task = progress.add_task(words, total=None)
     begins = threading.Timer(moment_seconds, progress.start)
     begins.daemon = True

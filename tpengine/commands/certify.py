@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
 
 from tpengine.architectures.model_path import model_at
@@ -21,8 +21,8 @@ from tpengine.commands.certify_compare import (
     Difference,
     Distance,
     Distances,
-    Evidence,
     ReplicasDiffer,
+    StepEvidence,
     Tensors,
     assembled,
 )
@@ -49,7 +49,7 @@ _GRADIENTS = "tpengine.commands.certify_witness:Gradients"
 
 
 @dataclass(frozen=True)
-class Layout:
+class CertifiedLayout:
     """Sizes of the axes tp, pp and dp, and the stage of ZeRO."""
 
     tp: int = 1
@@ -70,11 +70,11 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Options:
+class CertifyOptions:
     """What to certify; see the command's help."""
 
-    layout: Layout
-    against: Layout | None
+    layout: CertifiedLayout
+    against: CertifiedLayout | None
     preset: str
     model_path: str | None
     dtype: str
@@ -90,7 +90,7 @@ class Options:
     architecture: str = ""
 
 
-def certify(options: Options, witness: str = _WITNESS, gradients: str = _GRADIENTS) -> int:
+def certify(options: CertifyOptions, witness: str = _WITNESS, gradients: str = _GRADIENTS) -> int:
     """Compare, print, and return the exit code.
 
     Args:
@@ -104,7 +104,7 @@ def certify(options: Options, witness: str = _WITNESS, gradients: str = _GRADIEN
     _check(options)
     if options.fast:
         return _compare_fast(options, gradients)
-    layouts = (options.layout, options.against or Layout())
+    layouts = (options.layout, options.against or CertifiedLayout())
     # Every phase is legal in both layouts before the first is trained.
     left, right = (_phases(options, layout) for layout in layouts)
     for number, configs in enumerate(zip(left, right, strict=True), 1):
@@ -116,7 +116,7 @@ def certify(options: Options, witness: str = _WITNESS, gradients: str = _GRADIEN
     return 0
 
 
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str) -> CertifiedLayout:
     """Parse "tp=4,pp=1,dp=2,zero=3": each at most once; an axis that is not named has size 1, and zero is 0.
 
     Raises:
@@ -126,10 +126,10 @@ def parse_layout(text: str) -> Layout:
     sizes = {axis: int(size) for axis, size in found}
     if not found or len(sizes) < len(found) or ",".join(f"{axis}={size}" for axis, size in found) != text:
         raise ValueError(f"a layout names tp, pp and dp with their sizes: got {text!r}: use tp=4,pp=1,dp=1")
-    return Layout(**sizes)
+    return CertifiedLayout(**sizes)
 
 
-def base_of(options: Options) -> Config:
+def base_of(options: CertifyOptions) -> Config:
     """Return the preset, with the model of a directory if one is given; its weights are drawn as any others."""
     base = PRESETS[options.preset]()
     path = base.data.path if options.data_path is None else options.data_path
@@ -144,11 +144,11 @@ def base_of(options: Options) -> Config:
     return replace(base, model=model, train=replace(base.train, seq_len=seq_len))
 
 
-def _name_of(options: Options) -> str:
+def _name_of(options: CertifyOptions) -> str:
     return f"preset {options.preset}" if options.model_path is None else f"model {options.model_path}"
 
 
-def _check(options: Options) -> None:
+def _check(options: CertifyOptions) -> None:
     for flag, value, choices in (
         ("--preset", options.preset, tuple(PRESETS)),
         ("--dtype", options.dtype, ("float32", "bfloat16", "float64")),
@@ -176,11 +176,11 @@ def _check(options: Options) -> None:
                 f"--fast compares gradients in one process, of at most {_MOST_COMPARED:,} parameters: "
                 f"{_name_of(options)} has {size:,}: use certify, or bench"
             )
-    elif options.layout == (options.against or Layout()):
+    elif options.layout == (options.against or CertifiedLayout()):
         raise ValueError(
             f"certify needs two layouts: both are {options.layout}: choose another --tp, --pp, --dp or --against"
         )
-    for layout in (options.layout, options.against or Layout()):
+    for layout in (options.layout, options.against or CertifiedLayout()):
         if layout.num_ranks > _MOST_PROCESSES:
             raise ValueError(
                 f"certify starts its processes here, at most {_MOST_PROCESSES}: {layout} needs {layout.num_ranks}: "
@@ -188,7 +188,7 @@ def _check(options: Options) -> None:
             )
 
 
-def config_of(options: Options, layout: Layout, **train: Any) -> Config:
+def config_of(options: CertifyOptions, layout: CertifiedLayout, **train: Any) -> Config:
     """Return the configuration that a layout trains: the preset with the same global batch, checked.
 
     Args:
@@ -240,12 +240,12 @@ def config_of(options: Options, layout: Layout, **train: Any) -> Config:
 def _progress(num_steps: int) -> Iterator[Callable[[str], Any]]:
     """Show one progress line on standard error, removed at the end, with the part of `num_steps` that is done."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=SafeConsole(stderr=True), transient=True) as progress:
+    with SafeConsole(stderr=True).progress(*columns) as progress:
         task = progress.add_task("starting", total=num_steps)
         yield lambda what: progress.update(task, advance=1, description=what)
 
 
-def _phases(options: Options, layout: Layout) -> list[Config]:
+def _phases(options: CertifyOptions, layout: CertifiedLayout) -> list[Config]:
     """Return what a layout trains: the configuration, or that of each phase, by itself."""
     config = config_of(options, layout)
     if not options.phases:
@@ -258,7 +258,9 @@ def _phases(options: Options, layout: Layout) -> list[Config]:
     return [replace(phase.config, phases="") for phase in phases]
 
 
-def _compare_bits(options: Options, layouts: tuple[Layout, Layout], configs: tuple[Config, ...], witness: str) -> int:
+def _compare_bits(
+    options: CertifyOptions, layouts: tuple[CertifiedLayout, CertifiedLayout], configs: tuple[Config, ...], witness: str
+) -> int:
     # A text that cannot be read is one line, before ranks meet it.
     open_corpora(phases_of(replace(configs[0], train=replace(configs[0].train, steps=options.steps))))
     _say(options, configs[0], f"{layouts[0]} against {layouts[1]}, exact mode")
@@ -279,7 +281,9 @@ def _compare_bits(options: Options, layouts: tuple[Layout, Layout], configs: tup
     return 0
 
 
-def verdict(left: Evidence, right: Evidence, left_layout: Layout, right_layout: Layout) -> str:
+def verdict(
+    left: StepEvidence, right: StepEvidence, left_layout: CertifiedLayout, right_layout: CertifiedLayout
+) -> str:
     """Return the first difference between two runs, or two ranks of one, in a step, and what made it; empty if none."""
     found = [
         (left.first_difference(right), left_layout, right_layout),
@@ -294,19 +298,21 @@ def verdict(left: Evidence, right: Evidence, left_layout: Layout, right_layout: 
     return _describe(difference, one, other)
 
 
-def _evidence(ranks: Ranks, step: int, layout: Layout, advance: Callable[[str], Any]) -> tuple[Evidence, float]:
+def _evidence(
+    ranks: Ranks, step: int, layout: CertifiedLayout, advance: Callable[[str], Any]
+) -> tuple[StepEvidence, float]:
     answers = ranks.call("step", step)
     advance(str(layout))
-    return Evidence([observations for observations, _ in answers]), answers[0][1]
+    return StepEvidence([observations for observations, _ in answers]), answers[0][1]
 
 
-def _show_groups(step: int, loss: float, left: Evidence, right: Evidence) -> None:
+def _show_groups(step: int, loss: float, left: StepEvidence, right: StepEvidence) -> None:
     print(f"step {step + 1}, loss {loss!r}")
     for (group, mine), theirs in zip(left.groups().items(), right.groups().values(), strict=True):
         print(f"  {group:<10}{mine}" if mine == theirs else f"  {group:<10}{mine} != {theirs}")
 
 
-def _describe(difference: Difference, left: Layout, right: Layout) -> str:
+def _describe(difference: Difference, left: CertifiedLayout, right: CertifiedLayout) -> str:
     made = [
         f"{layout}: {seen.action} on rank {seen.rank}" if seen else f"{layout}: nowhere"
         for layout, seen in ((left, difference.left), (right, difference.right))
@@ -314,8 +320,8 @@ def _describe(difference: Difference, left: Layout, right: Layout) -> str:
     return f"{difference.place}; made by {'; '.join(made)}"
 
 
-def _compare_fast(options: Options, gradients: str) -> int:
-    one = Layout()
+def _compare_fast(options: CertifyOptions, gradients: str) -> int:
+    one = CertifiedLayout()
     runs = {
         "fast": (options.layout, config_of(options, options.layout, reduction="fast")),
         "exact": (one, config_of(options, one)),
@@ -373,7 +379,7 @@ def _table(distances: list[Distance], dtype: str) -> Table:
     return shown
 
 
-def _say(options: Options, config: Config, what: str) -> None:
+def _say(options: CertifyOptions, config: Config, what: str) -> None:
     model, train = config.model, config.train
     print(what)
     print(

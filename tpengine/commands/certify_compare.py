@@ -1,8 +1,8 @@
 """What `tpengine certify` compares: digests of what ranks computed, or how far fast mode is from exact mode. No torch.
 
-**Bits** (Evidence). Every observation has a place. It says what was observed, not which rank made it: a layer's output
-for a block of tokens, the gradient that one shard of exact mode added up over a block of micro-batches, a shard of a
-weight. So runs in different layouts have the same places. Places are ordered by cause: the forwards of a step come
+**Bits** (StepEvidence). Every observation has a place. It says what was observed, not which rank made it: a layer's
+output for a block of tokens, the gradient that one shard of exact mode added up over a block of micro-batches, a shard
+of a weight. So runs in different layouts have the same places. Places are ordered by cause: the forwards of a step come
 before its backwards, backwards run from the output head down, and sums, the gradient norm and the update follow. So the
 first place that differs is nearest to the cause.
 
@@ -38,7 +38,7 @@ FACTOR = 3.0
 _ROUNDOFF: Mapping[str, float] = {"bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 
-class Phase(IntEnum):
+class StepPhase(IntEnum):
     """What a step does, in order."""
 
     FORWARD = 0
@@ -48,7 +48,7 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class ObservedPlace:
     """What is observed; places are ordered by cause.
 
     Attributes:
@@ -61,7 +61,7 @@ class Place:
     """
 
     step: int
-    phase: Phase
+    phase: StepPhase
     microbatch: int
     depth: int
     name: str
@@ -86,7 +86,7 @@ class Observation:
         action: the action of the plan that made it.
     """
 
-    place: Place
+    place: ObservedPlace
     digest: str
     action: str
 
@@ -104,12 +104,12 @@ class Seen:
 class Difference:
     """One place at which two runs differ, or that only one side has (the other is None)."""
 
-    place: Place
+    place: ObservedPlace
     left: Seen | None
     right: Seen | None
 
 
-class Evidence:
+class StepEvidence:
     """Everything that the ranks of one run computed in one step.
 
     Args:
@@ -121,7 +121,7 @@ class Evidence:
     """
 
     def __init__(self, by_rank: Sequence[Iterable[Observation]]) -> None:
-        self.seen: dict[Place, Seen] = {}
+        self.seen: dict[ObservedPlace, Seen] = {}
         conflicts: list[Difference] = []
         for rank, observations in enumerate(by_rank):
             for seen in observations:
@@ -131,7 +131,7 @@ class Evidence:
                     conflicts.append(Difference(seen.place, first, mine))
         self.disagreement = min(conflicts, key=lambda conflict: conflict.place, default=None)
 
-    def first_difference(self, other: Evidence) -> Difference | None:
+    def first_difference(self, other: StepEvidence) -> Difference | None:
         """Return the first place, by cause, at which the two runs differ."""
         for place in sorted(self.seen.keys() | other.seen.keys()):
             left, right = self.seen.get(place), other.seen.get(place)
@@ -141,9 +141,9 @@ class Evidence:
 
     def groups(self) -> Mapping[str, str]:
         """Return one SHA-256 per group of tensors: of the names, shards and digests of its tensors, in order."""
-        members: dict[str, list[Place]] = defaultdict(list)
+        members: dict[str, list[ObservedPlace]] = defaultdict(list)
         for place in self.seen:
-            if place.phase >= Phase.SUM and (group := group_of(place.name)):
+            if place.phase >= StepPhase.SUM and (group := group_of(place.name)):
                 members[group].append(place)
         digests = {}
         for group in GROUPS:
@@ -164,7 +164,7 @@ def group_of(name: str) -> str | None:
     return None
 
 
-class Part(Protocol):
+class TensorBlock(Protocol):
     """A block of a global tensor; see witness.Values."""
 
     @property
@@ -184,7 +184,7 @@ class ReplicasDiffer(Exception):
     """Ranks that hold the same block hold different values; the message names the tensor."""
 
 
-def assembled(parts: Iterable[Part]) -> Tensors:
+def assembled(parts: Iterable[TensorBlock]) -> Tensors:
     """Assemble blocks into global tensors.
 
     Raises:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tpkernels.launch import accumulation_dtype
 
-from tpengine.commands.certify_compare import GRADIENT, OPTIMIZER, WEIGHT, Observation, Phase, Place
+from tpengine.commands.certify_compare import GRADIENT, OPTIMIZER, WEIGHT, Observation, ObservedPlace, StepPhase
 from tpengine.config import Config, num_blocks
 from tpengine.data import open_corpus
 from tpengine.layout.parameters import EMBEDDING, HEAD, Piece, leaf_parts
@@ -57,17 +57,17 @@ class Witness:
         result = self.trainer.step.run(step)
         for depth, name in enumerate(("loss", "grad_norm", "lr")):
             value = torch.tensor(getattr(result, name), dtype=torch.float64)
-            self._see(Phase.UPDATE, self._depth_of_head() * 2 + depth, f"reported {name}", value)
+            self._see(StepPhase.UPDATE, self._depth_of_head() * 2 + depth, f"reported {name}", value)
         return self._observations, result.loss
 
     def _see(
-        self, phase: Phase, depth: int, name: str, tensor: Tensor, *, shard: int = -1, of_microbatch: bool = False
+        self, phase: StepPhase, depth: int, name: str, tensor: Tensor, *, shard: int = -1, of_microbatch: bool = False
     ) -> None:
         microbatch = self.trainer.state.model.position.microbatch if of_microbatch else -1
-        place = Place(self._step, phase, microbatch, depth, name, shard)
+        place = ObservedPlace(self._step, phase, microbatch, depth, name, shard)
         self._observations.append(Observation(place, digest(tensor), str(self.trainer.state.rank.activity.now.what)))
 
-    def _see_blocks_of_tokens(self, phase: Phase, depth: int, name: str, rows: Tensor) -> None:
+    def _see_blocks_of_tokens(self, phase: StepPhase, depth: int, name: str, rows: Tensor) -> None:
         held = self.trainer.state.model.parts.held
         for shard, block in zip(held, rows.detach().chunk(len(held)), strict=True):
             self._see(phase, depth, name, block, shard=shard, of_microbatch=True)
@@ -89,19 +89,19 @@ class Witness:
     def _watch_input(self, module: nn.Module, name: str, depth: int) -> None:
         def see(_: nn.Module, given: tuple[Tensor, int]) -> None:
             if self.trainer.state.model.position.training:
-                self._see_blocks_of_tokens(Phase.FORWARD, depth, f"input of {name}", given[0])
+                self._see_blocks_of_tokens(StepPhase.FORWARD, depth, f"input of {name}", given[0])
 
         module.register_forward_pre_hook(see)
 
     def _watch_output(self, module: nn.Module, name: str, depth: int) -> None:
         def see_gradient(gradient: Tensor) -> None:
             what = f"gradient of the output of {name}"
-            self._see_blocks_of_tokens(Phase.BACKWARD, self._depth_down(name), what, gradient)
+            self._see_blocks_of_tokens(StepPhase.BACKWARD, self._depth_down(name), what, gradient)
 
         def see(_: nn.Module, __: Any, output: Tensor) -> None:
             if not self.trainer.state.model.position.training:
                 return
-            self._see_blocks_of_tokens(Phase.FORWARD, depth, f"output of {name}", output)
+            self._see_blocks_of_tokens(StepPhase.FORWARD, depth, f"output of {name}", output)
             if output.requires_grad:
                 output.register_hook(see_gradient)
 
@@ -110,7 +110,7 @@ class Witness:
     def _see_logits(self, _: nn.Module, __: Any, logits: Tensor) -> None:
         if self.trainer.state.model.position.training:
             for shard, z in zip(self.trainer.state.model.parts.held, logits.detach(), strict=True):
-                self._see(Phase.FORWARD, self._depth_of_head(), "logits", z, shard=shard, of_microbatch=True)
+                self._see(StepPhase.FORWARD, self._depth_of_head(), "logits", z, shard=shard, of_microbatch=True)
 
     def _watched_handlers(self) -> dict[Kind, Handler]:
         handlers = self.trainer.step.executor.handlers
@@ -119,11 +119,11 @@ class Witness:
             handlers[Kind.F](action)
             if action.piece[0] == len(self.trainer.state.part.plan.chunks) - 1:
                 loss = self.trainer.step.batch.losses[self.trainer.state.model.position.microbatch]
-                self._see(Phase.FORWARD, self._depth_of_head() + 1, "loss", loss, of_microbatch=True)
+                self._see(StepPhase.FORWARD, self._depth_of_head() + 1, "loss", loss, of_microbatch=True)
 
         def clip(action: Action) -> None:
             handlers[Kind.CLIP](action)
-            self._see(Phase.UPDATE, 0, "gradient norm", self.trainer.step.grad_norm)
+            self._see(StepPhase.UPDATE, 0, "gradient norm", self.trainer.step.grad_norm)
 
         def step(action: Action) -> None:
             handlers[Kind.STEP](action)
@@ -152,7 +152,7 @@ class Witness:
             if self._block_length > 1:
                 use += f", over {self._block_length} micro-batches to the last"
             self._see(
-                Phase.BACKWARD,
+                StepPhase.BACKWARD,
                 self._depth_down(HEAD if head else name),
                 f"gradient of {name}{use}",
                 gradient,
@@ -163,7 +163,7 @@ class Witness:
     def _see_sums(self) -> None:
         for name, piece in self.trainer.state.model.pieces.items():
             self._see(
-                Phase.SUM,
+                StepPhase.SUM,
                 self._depth_down(piece.spec.name),
                 f"{GRADIENT}{piece.spec.name}",
                 whole(self.trainer.state, name, self.trainer.state.gradients.of.get(name)),
@@ -180,10 +180,10 @@ class Witness:
             for kind in kinds:
                 tensor = whole(trainer.state, name, states.get(kind))
                 self._see(
-                    Phase.UPDATE, 1 + depth, f"{OPTIMIZER}{kind} of {piece.spec.name}", tensor, shard=_shard(piece)
+                    StepPhase.UPDATE, 1 + depth, f"{OPTIMIZER}{kind} of {piece.spec.name}", tensor, shard=_shard(piece)
                 )
             weight = whole(trainer.state, name, trainer.state.weights.get(name), dtype)
-            self._see(Phase.UPDATE, 1 + depth, f"{WEIGHT}{piece.spec.name}", weight, shard=_shard(piece))
+            self._see(StepPhase.UPDATE, 1 + depth, f"{WEIGHT}{piece.spec.name}", weight, shard=_shard(piece))
 
     def _depth_of_head(self) -> int:
         return (self.trainer.state.part.config.model.num_layers + 1) * _PLACES

@@ -23,7 +23,7 @@ _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """A tensor that differs.
 
     Attributes:
@@ -50,7 +50,7 @@ class Difference:
         return self.name, str(self.num_differing), str(self.num_elements), str(self.ulps), value
 
 
-def compare(a: Path, b: Path) -> tuple[int, list[Difference]]:
+def compare(a: Path, b: Path) -> tuple[int, list[TensorDifference]]:
     """Compare two checkpoints.
 
     Args: a, b: their directories.
@@ -67,11 +67,11 @@ def compare(a: Path, b: Path) -> tuple[int, list[Difference]]:
     return len(names), [found for found in compared if found is not None]
 
 
-def _compare_tensor(name: str, directories: tuple[Path, Path], indices: tuple[Index, Index]) -> Difference | None:
+def _compare_tensor(name: str, directories: tuple[Path, Path], indices: tuple[Index, Index]) -> TensorDifference | None:
     entries = [index.tensors.get(name) for index in indices]
     kinds = ["missing" if entry is None else f"{entry.dtype} {list(entry.shape)}" for entry in entries]
     if kinds[0] != kinds[1]:
-        return Difference(name, kind=f"{kinds[0]}, {kinds[1]}")
+        return TensorDifference(name, kind=f"{kinds[0]}, {kinds[1]}")
     x, y = (
         _whole(name, entry, directory, index)
         for entry, directory, index in zip(entries, directories, indices, strict=True)
@@ -84,10 +84,10 @@ def _compare_tensor(name: str, directories: tuple[Path, Path], indices: tuple[In
     x, y, bits_x, bits_y = (t[differs] for t in (x, y, bits_x, bits_y))
     if not x.dtype.is_floating_point:
         ulps = _largest_distance(x.long().numpy(), y.long().numpy())
-        return Difference(name, differs.numel(), len(x), ulps, float(ulps))
+        return TensorDifference(name, differs.numel(), len(x), ulps, float(ulps))
     ulps = _largest_distance(_ordered(bits_x), _ordered(bits_y))
     value = (x.double() - y.double()).abs().max().item()
-    return Difference(name, differs.numel(), len(x), ulps, value if math.isfinite(value) else None)
+    return TensorDifference(name, differs.numel(), len(x), ulps, value if math.isfinite(value) else None)
 
 
 def _whole(name: str, entry: TensorEntry, directory: Path, index: Index) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from tpengine.config.settings import DEFAULT_SHARE_HELD_OUT
 from tpengine.data import open_source
@@ -237,7 +237,7 @@ def fit_data(path: str, length: str, held_out_fraction: float | None = None) -> 
     replaced = _replaced(place, path, text, num_train)
     console = SafeConsole(soft_wrap=True)
     columns = (BarColumn(), TextColumn("{task.percentage:.0f} %"), TextColumn("left"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with console.progress(*columns) as progress:
         task = progress.add_task("fit", total=len(tokens))
         try:
             found = write_index(

@@ -49,7 +49,7 @@ _IDS, _LENGTHS, _JOURNAL, _DONE = "ids", "lengths", "journal.json", "done"
 
 
 @dataclass
-class Progress:
+class WriteProgress:
     """How far the text has become shards, at the end of a document.
 
     Attributes:
@@ -76,7 +76,7 @@ class Progress:
     closed: bool = False
 
 
-class Shards:
+class ShardWriter:
     """A writer of documents; a context manager, which keeps or removes what was begun.
 
     Args:
@@ -111,7 +111,7 @@ class Shards:
         self._most, self._dtype = shard_tokens, dtype_for(vocab_size)
         self._room = begun_at(out)
         self._held, self._open, self._noted = np.empty(0, self._dtype), 0, time.monotonic()
-        self.progress = Progress(asked)
+        self.progress = WriteProgress(asked)
         with _writable(out):
             self._room.mkdir(exist_ok=True)
             self._lock = self._locked()
@@ -123,7 +123,7 @@ class Shards:
                 self._lock.close()
                 raise
 
-    def __enter__(self) -> Shards:
+    def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -163,7 +163,7 @@ class Shards:
             if time.monotonic() - self._noted > _SECONDS_BETWEEN_NOTES:
                 self._note()
 
-    def finish(self) -> Progress:
+    def finish(self) -> WriteProgress:
         """Close the last shard and put everything in its place; return what was written.
 
         Raises: ValueError: no document; a file that cannot be written.
@@ -273,7 +273,7 @@ class Shards:
         asked, change = self.progress.asked, f"remove {self._room} to begin anew"
         try:
             values = json.loads(journal.read_bytes().decode())
-            found = Progress(**{**values, "place": Place(*values["place"])})
+            found = WriteProgress(**{**values, "place": Place(*values["place"])})
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"what was begun must have a whole journal: {journal} is damaged: {change}") from None
         if found.asked != asked:

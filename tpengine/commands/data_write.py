@@ -14,10 +14,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
-from tpengine.commands.data_shards import Progress as Written
-from tpengine.commands.data_shards import Shards
+from tpengine.commands.data_shards import ShardWriter, WriteProgress
 from tpengine.data.documents import PIPE, Documents
 from tpengine.data.encode import BYTE_VOCAB_SIZE, Chunk, bytes_of, tokens_of
 from tpengine.data.source_files import About
@@ -38,7 +37,7 @@ _LEAST_BYTES_PER_WORKER = 4 << 20
 
 
 @dataclass(frozen=True)
-class Options:
+class WriteOptions:
     """What `tpengine data` was asked for.
 
     Attributes:
@@ -90,7 +89,7 @@ class _Encoding:
         return About(begin, end, self.tokenizer.directory.resolve().name, self.tokenizer.sha256())
 
 
-def write_data(options: Options) -> None:
+def write_data(options: WriteOptions) -> None:
     """Write token files, and say what is in them.
 
     Raises:
@@ -104,7 +103,7 @@ def write_data(options: Options) -> None:
     console = SafeConsole(soft_wrap=True)
     about = encoding.about()
     asked = _asked(options, encoding, about)
-    with Shards(options.out, encoding.vocab_size, about, asked, _sources(paths), options.shard_tokens) as shards:
+    with ShardWriter(options.out, encoding.vocab_size, about, asked, _sources(paths), options.shard_tokens) as shards:
         if shards.was_begun:
             had = shards.progress
             console.print(f"going on behind {had.all_tokens:,} tokens of {had.all_documents:,} documents")
@@ -160,7 +159,7 @@ class _Looks:
             self._console.print(f"warning: {self._number:,} files do not look like text: leave them out with --pattern")
 
 
-def _encoding(options: Options) -> _Encoding:
+def _encoding(options: WriteOptions) -> _Encoding:
     asked = {name: mark for name, mark in (("begin", options.begin), ("end", options.end)) if mark is not None}
     if options.tokenizer == BYTES:
         return _Encoding(None, {name: _byte(name, mark) for name, mark in asked.items()}, BYTE_VOCAB_SIZE, "", None)
@@ -181,7 +180,7 @@ def _chunks(documents: Documents, encoding: _Encoding, num_workers: int, stack: 
     return chunks if encoding.of_model is None else _below(encoding.of_model, chunks, tokenizer)
 
 
-def _num_workers(options: Options, documents: Documents) -> int:
+def _num_workers(options: WriteOptions, documents: Documents) -> int:
     """As many as were asked for; else as many as there are cores, fewer for a short text."""
     if options.workers is not None:
         return options.workers
@@ -192,7 +191,7 @@ def _num_workers(options: Options, documents: Documents) -> int:
     return max(1, min(num_cores, left // _LEAST_BYTES_PER_WORKER))
 
 
-def _asked(options: Options, encoding: _Encoding, about: About) -> str:
+def _asked(options: WriteOptions, encoding: _Encoding, about: About) -> str:
     """Return what decides the bytes, but for the text: a call goes on only where this is the same."""
     values = [options.field, about, encoding.vocab_size, options.shard_tokens]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
@@ -207,7 +206,7 @@ def _sources(paths: Sequence[Path]) -> list[str]:
     return found
 
 
-def _said(options: Options, encoding: _Encoding, written: Written, documents: Documents) -> str:
+def _said(options: WriteOptions, encoding: _Encoding, written: WriteProgress, documents: Documents) -> str:
     """Say what was written."""
     left_out = [f"{documents.num_empty:,} empty"] if documents.num_empty else []
     left_out += [f"{written.num_short:,} of fewer than 2 tokens"] if written.num_short else []
@@ -258,7 +257,7 @@ class Reading:
         self._console, self._documents = console, documents
         self._num_tokens, self._num_lines = num_tokens, 0
         columns = (BarColumn(), TextColumn("{task.fields[figures]}"), TextColumn("left"), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._progress = console.progress(*columns)
         self._task = self._progress.add_task("read", total=documents.num_bytes or None, figures="")
 
     def __enter__(self) -> Reading:

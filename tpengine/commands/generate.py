@@ -28,7 +28,7 @@ _RANK = "tpengine.commands.generate_rank:generating_rank"
 
 
 @dataclass(frozen=True)
-class Options:
+class GenerateOptions:
     """What to generate; see the command's help."""
 
     model: str
@@ -53,7 +53,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Source:
+class FoundModel:
     """A model that has been found.
 
     Attributes:
@@ -67,7 +67,7 @@ class Source:
     trained_on: int | None
 
 
-def generate(options: Options) -> None:
+def generate(options: GenerateOptions) -> None:
     """Continue the prompts and print them.
 
     Raises:
@@ -96,7 +96,7 @@ def generate(options: Options) -> None:
         _print(ranks, prompts, vocabulary, set(ends), options.max_tokens)
 
 
-def find_model(options: Options) -> Source:
+def find_model(options: GenerateOptions) -> FoundModel:
     """Return the model of RUN, RUN@STEP or a directory, with a layout that its sizes allow.
 
     Raises:
@@ -117,7 +117,7 @@ def find_model(options: Options) -> Source:
         dtype=cast(Any, dtype), seq_len=options.tp, micro_batch_size=1, num_micro_batches=1, steps=1, timeout_seconds=0
     )
     config = Config(model=model, parallel=parallel, train=train, device=cast(Any, options.device))
-    return Source(validate(config, options.tp * options.pp), directory, trained_on)
+    return FoundModel(validate(config, options.tp * options.pp), directory, trained_on)
 
 
 def prompt_of(text: str, vocabulary: Vocabulary, begin: Sequence[int], model: ModelConfig) -> list[int]:
@@ -139,7 +139,7 @@ def prompt_of(text: str, vocabulary: Vocabulary, begin: Sequence[int], model: Mo
     return tokens
 
 
-def _texts(options: Options) -> list[str]:
+def _texts(options: GenerateOptions) -> list[str]:
     """Return the prompts as they were given; one empty one if none was."""
     return [*options.prompts, *map(_read, options.files)] or [""]
 

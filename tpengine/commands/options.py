@@ -114,12 +114,12 @@ def run_data(args: argparse.Namespace) -> None:
         with stoppable():
             fit_data(args.fit[1], args.fit[0], args.held_out_fraction)
         return
-    from tpengine.commands.data_write import Options, write_data
+    from tpengine.commands.data_write import WriteOptions, write_data
 
     if args.out is None:
         raise ValueError("--from needs --out: the token file to write, such as --out text.tokens")
     with stoppable():
-        asked = Options(
+        asked = WriteOptions(
             args.sources,
             args.pattern,
             args.field,
@@ -216,9 +216,9 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_generate(args: argparse.Namespace) -> None:
     """Continue prompts by a model's tokens."""
-    from tpengine.commands.generate import Options, generate
+    from tpengine.commands.generate import GenerateOptions, generate
 
-    options = Options(
+    options = GenerateOptions(
         model=args.model,
         prompts=tuple(args.prompt),
         files=tuple(args.prompt_file),
@@ -271,10 +271,10 @@ def add_certify_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_certify(args: argparse.Namespace) -> int:
     """Compare training in two layouts bit by bit, or fast mode with exact."""
-    from tpengine.commands.certify import Layout, Options, certify, parse_layout
+    from tpengine.commands.certify import CertifiedLayout, CertifyOptions, certify, parse_layout
 
-    options = Options(
-        layout=Layout(args.tp, args.pp, args.dp, args.zero),
+    options = CertifyOptions(
+        layout=CertifiedLayout(args.tp, args.pp, args.dp, args.zero),
         against=None if args.against is None else parse_layout(args.against),
         preset=args.preset,
         model_path=args.model_path,

@@ -115,7 +115,7 @@ class ByteProgress:
 
 
 @contextmanager
-def shown(tensors: Sequence[TensorToWrite], what: str) -> Iterator[list[TensorToWrite]]:
+def byte_progress(tensors: Sequence[TensorToWrite], what: str) -> Iterator[list[TensorToWrite]]:
     """Give the same tensors, whose blocks are counted as they are asked for.
 
     Args:
@@ -162,7 +162,7 @@ def export(run: Path, step: int | None, out: Path, dtype: str | None = None, own
         check_file(directory, name, entry)
     with new_directory(out, "an export directory") as beside:
         tensors = tensors_to_write(_parts(config.model, directory, index, run), _dtypes(config, run, dtype))
-        with shown(tensors, f"writing {out}") as counted:
+        with byte_progress(tensors, f"writing {out}") as counted:
             write_weights(beside, counted)
         most = Counter[str]()
         for tensor in tensors:
@@ -364,7 +364,7 @@ def _write_checkpoint(run_dir: Path, config: Config, weights: list[_Weight]) -> 
     tensors = tensors_to_write(parts, {weight.name: weight.dtype for weight in weights})
     files: dict[str, FileEntry] = {}
     entries: dict[str, TensorEntry] = {}
-    with shown(tensors, f"importing {config.run_dir}") as counted:
+    with byte_progress(tensors, f"importing {config.run_dir}") as counted:
         held = plan_files(counted, LARGEST_FILE_BYTES)
         for number, of_file in enumerate(held, start=1):
             file = f"weights-{number:05}-of-{len(held):05}.safetensors"

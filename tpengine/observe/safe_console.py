@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from tpengine.terminal import escaped, raw
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 
 class SafeConsole(Console):
@@ -30,3 +33,10 @@ class SafeConsole(Console):
         """Give the segments of what is printed, their texts as `escaped` has them; rich renders all through this."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(escaped(segment.text), segment.style)
+
+    def progress(self, *columns: ProgressColumn) -> Progress:
+        """Return a line that shows on a terminal how far something is, and is removed at its end."""
+        # Only what is waited for needs it.
+        from rich.progress import Progress
+
+        return Progress(*columns, console=self, transient=True, disable=not self.is_terminal)

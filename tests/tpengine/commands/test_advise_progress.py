@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tpengine.commands.advise import shown
+from tpengine.commands.advise import search_progress
 from tpengine.terminal import terminal_safe
 
 
@@ -34,7 +34,7 @@ def test_a_terminal_is_told_what_is_done(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
     # As every command runs: what controls the terminal passes from the line alone.
-    with terminal_safe(), shown("looking for layouts", moment_seconds=0.0) as say:
+    with terminal_safe(), search_progress("looking for layouts", moment_seconds=0.0) as say:
         say("37 layouts simulated")
         screen.has_words.wait()
     # The line is erased.
@@ -47,7 +47,7 @@ def test_what_is_no_terminal_and_what_is_done_soon_is_told_nothing(
 ) -> None:
     screen = Screen(is_terminal)
     monkeypatch.setattr(sys, "stderr", screen)
-    with pytest.raises(ValueError, match="nothing fits"), shown("looking", moment_seconds=1e6) as say:
+    with pytest.raises(ValueError, match="nothing fits"), search_progress("looking", moment_seconds=1e6) as say:
         say("37 layouts simulated")
         raise ValueError("nothing fits")
     assert "37" not in screen.getvalue() and "looking" not in screen.getvalue()

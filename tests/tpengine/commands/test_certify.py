@@ -19,7 +19,7 @@ from support.ranks.progress import finish
 
 from tpengine.cli import main
 from tpengine.commands import certify
-from tpengine.commands.certify import Layout, Options, parse_layout
+from tpengine.commands.certify import CertifiedLayout, CertifyOptions, parse_layout
 from tpengine.config import shards_said
 from tpengine.config.presets import PRESETS
 
@@ -203,15 +203,24 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 
 
 def test_layouts_are_read() -> None:
-    assert parse_layout("tp=4,pp=1,dp=2") == Layout(4, 1, 2) and parse_layout("dp=2") == Layout(dp=2)
+    assert parse_layout("tp=4,pp=1,dp=2") == CertifiedLayout(4, 1, 2) and parse_layout("dp=2") == CertifiedLayout(dp=2)
 
 
 def test_a_directory_with_few_positions_and_odd_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sequences are no longer than its table of positions; one shard allows pp and dp, and is explained."""
     sizes = {"n_embd": 30, "n_head": 5, "n_layer": 2, "n_positions": 32, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], **sizes}))
-    options = Options(
-        Layout(1, 2, 1), None, "certify", str(tmp_path), "float32", "1f1b", "fused", seed=0, steps=1, fast=False
+    options = CertifyOptions(
+        CertifiedLayout(1, 2, 1),
+        None,
+        "certify",
+        str(tmp_path),
+        "float32",
+        "1f1b",
+        "fused",
+        seed=0,
+        steps=1,
+        fast=False,
     )
     config = certify.config_of(options, options.layout)
     assert config.train.seq_len == 32

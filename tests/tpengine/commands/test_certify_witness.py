@@ -16,8 +16,8 @@ import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 
-from tpengine.commands.certify import Layout, Options, config_of, verdict
-from tpengine.commands.certify_compare import Evidence, Observation, Phase
+from tpengine.commands.certify import CertifiedLayout, CertifyOptions, config_of, verdict
+from tpengine.commands.certify_compare import Observation, StepEvidence, StepPhase
 from tpengine.commands.certify_witness import Witness
 from tpengine.config import Config
 from tpengine.layers.gradient_sink import WeightTerms
@@ -25,12 +25,12 @@ from tpengine.model.exact import Shards
 from tpengine.plan import Kind
 from tpengine.runs.trainer import Trainer
 
-ONE = Layout()
+ONE = CertifiedLayout()
 
 
-def config_in(layout: Layout) -> Config:
+def config_in(layout: CertifiedLayout) -> Config:
     """The preset's features, smaller: 2 layers of hidden 64, 8 micro-batches of 128 tokens."""
-    options = Options(layout, None, "certify", None, "float32", "1f1b", "fused", seed=3, steps=1, fast=False)
+    options = CertifyOptions(layout, None, "certify", None, "float32", "1f1b", "fused", seed=3, steps=1, fast=False)
     config = config_of(options, layout)
     return replace(
         config,
@@ -45,12 +45,12 @@ def observe(config: Config, mutation: str = "no_mutation") -> list[Observation]:
     return witness.step(0)[0]
 
 
-def evidence_of(ranks: RankPool, layout: Layout, mutation: str = "no_mutation") -> Evidence:
-    return Evidence(ranks.run(observe, layout.num_ranks, config_in(layout), mutation))
+def evidence_of(ranks: RankPool, layout: CertifiedLayout, mutation: str = "no_mutation") -> StepEvidence:
+    return StepEvidence(ranks.run(observe, layout.num_ranks, config_in(layout), mutation))
 
 
 @pytest.fixture(scope="module")
-def one_process(ranks: RankPool) -> Evidence:
+def one_process(ranks: RankPool) -> StepEvidence:
     return evidence_of(ranks, ONE)
 
 
@@ -199,44 +199,44 @@ def another_micro_batch_read(trainer: Trainer) -> None:
 
 
 # mutation -> the layout that can show it, and how the verdict begins
-MUTATIONS: dict[Callable[[Trainer], None], tuple[Layout, str]] = {
+MUTATIONS: dict[Callable[[Trainer], None], tuple[CertifiedLayout, str]] = {
     relative_error_in_one_ranks_gradient: (
-        Layout(tp=2),
+        CertifiedLayout(tp=2),
         "step 1: gradient of layers.1.mlp.up_proj.weight, micro-batch 0, shard 4; made by tp 2 x pp 1 x dp 1: "
         "0B0 on rank 1; one process: 0B0",
     ),
     one_micro_batch_weighs_a_thousandth_more: (
-        Layout(pp=2),
+        CertifiedLayout(pp=2),
         "step 1: gradient of embed_tokens.weight as output head, micro-batch 5, shard 0; made by tp 1 x pp 2 x "
         "dp 1: 1B5 on rank 1",
     ),
     dropout_mask_off_by_one_token: (
-        Layout(tp=2),
+        CertifiedLayout(tp=2),
         "step 1: output of layers.1, micro-batch 0, shard 4; made by tp 2 x pp 1 x dp 1: 0F0 on rank 1",
     ),
-    attention_dropout_of_the_next_head: (Layout(tp=2), "step 1: output of layers.0.self_attn, micro-batch 0"),
-    two_chunks_added_in_the_other_order: (Layout(tp=2), "step 1: output of layers.1.self_attn, micro-batch 0"),
-    blocks_added_one_after_the_other: (Layout(tp=2), "step 1: summed gradient of norm.weight; made by"),
+    attention_dropout_of_the_next_head: (CertifiedLayout(tp=2), "step 1: output of layers.0.self_attn, micro-batch 0"),
+    two_chunks_added_in_the_other_order: (CertifiedLayout(tp=2), "step 1: output of layers.1.self_attn, micro-batch 0"),
+    blocks_added_one_after_the_other: (CertifiedLayout(tp=2), "step 1: summed gradient of norm.weight; made by"),
     one_shards_part_of_a_norm_lost: (
-        Layout(tp=2),
+        CertifiedLayout(tp=2),
         "step 1: summed gradient of layers.1.post_attention_layernorm.weight; made by tp 2 x pp 1 x dp 1: CLIP",
     ),
     one_moment_off_by_one_bit: (
-        Layout(tp=2),
+        CertifiedLayout(tp=2),
         "step 1: optimizer's exp_avg of layers.1.mlp.down_proj.weight, shard 4; made by tp 2 x pp 1 x dp 1: "
         "STEP on rank 1",
     ),
-    one_rank_does_not_clip: (Layout(tp=2), "step 1: optimizer's exp_avg of "),
+    one_rank_does_not_clip: (CertifiedLayout(tp=2), "step 1: optimizer's exp_avg of "),
     received_activation_off_by_one_bit: (
-        Layout(pp=2),
+        CertifiedLayout(pp=2),
         "step 1: input of layers.1, micro-batch 0, shard 0; made by tp 1 x pp 2 x dp 1: 1F0 on rank 1",
     ),
     weights_of_one_replica_differ: (
-        Layout(dp=2),
+        CertifiedLayout(dp=2),
         "step 1: weight layers.0.input_layernorm.weight; made by tp 1 x pp 1 x dp 2: STEP on rank 0; tp 1 x pp 1 x "
         "dp 2: STEP on rank 1",
     ),
-    another_micro_batch_read: (Layout(pp=2), "step 1: output of embed_tokens, micro-batch 2, shard 0"),
+    another_micro_batch_read: (CertifiedLayout(pp=2), "step 1: output of embed_tokens, micro-batch 2, shard 0"),
 }
 
 
@@ -245,7 +245,7 @@ MUTATIONS: dict[Callable[[Trainer], None], tuple[Layout, str]] = {
 @pytest.mark.parametrize("mutations", [(relative_error_in_one_ranks_gradient,), tuple(MUTATIONS)], ids=["one", "all"])
 def test_every_mutation_turns_certify_red_and_is_named(
     ranks: RankPool,
-    one_process: Evidence,
+    one_process: StepEvidence,
     mutations: tuple[Callable[[Trainer], None], ...],
     count_mutations: Callable[[str, int, int], None],
 ) -> None:
@@ -262,15 +262,15 @@ def test_every_mutation_turns_certify_red_and_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2, dp=2), Layout(tp=4, pp=2)])
-def test_layouts_see_the_same(ranks: RankPool, one_process: Evidence, layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [CertifiedLayout(tp=2, pp=2, dp=2), CertifiedLayout(tp=4, pp=2)])
+def test_layouts_see_the_same(ranks: RankPool, one_process: StepEvidence, layout: CertifiedLayout) -> None:
     evidence = evidence_of(ranks, layout)
     assert verdict(evidence, one_process, layout, ONE) == ""
     assert evidence.groups() == one_process.groups()
 
 
 @pytest.mark.slow
-def test_everything_is_seen(one_process: Evidence) -> None:
+def test_everything_is_seen(one_process: StepEvidence) -> None:
     """Each micro-batch's outputs and gradients in each shard, each parameter's sums, weights and moments."""
     config = config_in(ONE)
     blocks = [place for place in one_process.seen if place.name == "output of layers.1"]
@@ -278,6 +278,6 @@ def test_everything_is_seen(one_process: Evidence) -> None:
     ups = [place for place in one_process.seen if place.name == "gradient of layers.1.mlp.up_proj.weight"]
     assert sorted((p.microbatch, p.shard) for p in ups) == [(m, v) for m in range(8) for v in range(8)]
     num_pieces = 1 + config.model.num_layers * (2 + 2 * 4 + 5 * 8) + 8
-    updates = [place for place in one_process.seen if place.phase is Phase.UPDATE and place.name != "gradient norm"]
+    updates = [place for place in one_process.seen if place.phase is StepPhase.UPDATE and place.name != "gradient norm"]
     assert len(updates) == 3 * num_pieces + 3, "and loss, norm and learning rate as reported"
-    assert len([place for place in one_process.seen if place.phase is Phase.SUM]) == num_pieces
+    assert len([place for place in one_process.seen if place.phase is StepPhase.SUM]) == num_pieces

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from tpengine.cli import main
 from tpengine.commands import data_shards, data_write
-from tpengine.commands.data_shards import Shards
+from tpengine.commands.data_shards import ShardWriter
 from tpengine.data import encode, open_source, open_tokens
 from tpengine.data.documents import BEGINNING
 from tpengine.data.encode import Chunk
@@ -74,7 +74,7 @@ def killed_at(event: int, argv: list[str]) -> bool:
         return call_or_die
 
     os.rename, os.replace, os.fsync = counted(os.rename), counted(os.replace), counted(os.fsync)  # type: ignore[assignment]
-    Shards._write = counted(Shards._write)  # type: ignore[method-assign]
+    ShardWriter._write = counted(ShardWriter._write)  # type: ignore[method-assign]
     sys.stdout = io.StringIO()
     try:
         main(argv)
@@ -149,7 +149,7 @@ def test_what_was_begun_is_not_continued_with_anything_else(
         os.truncate(room / "ids", 520)
         part = "shorter than its journal says"
     else:
-        holder = Shards.__new__(Shards)
+        holder = ShardWriter.__new__(ShardWriter)
         holder._room, holder._out = room, tmp_path / "out"
         lock = holder._locked()
         assert main(argv) == 2 and "another one writes" in capsys.readouterr().err
@@ -198,7 +198,7 @@ def test_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_ids_above_16_bits(tmp_path: Path) -> None:
-    with Shards(tmp_path / "t", 70_000, About(), "", [""]) as writer:
+    with ShardWriter(tmp_path / "t", 70_000, About(), "", [""]) as writer:
         writer.add(Chunk(np.array([65_535, 65_536, 69_999, 0], dtype=np.uint32), [4], [BEGINNING]))
         writer.finish()
     file = open_tokens(tmp_path / "t")
@@ -206,7 +206,7 @@ def test_ids_above_16_bits(tmp_path: Path) -> None:
     assert file.about.largest == 69_999
     with (
         pytest.raises(ValueError, match="below vocab_size: got 70000"),
-        Shards(tmp_path / "u", 70_000, About(), "", []) as w,
+        ShardWriter(tmp_path / "u", 70_000, About(), "", []) as w,
     ):
         w.add(Chunk(np.array([70_000, 1], dtype=np.uint32), [2], [BEGINNING]))
     assert [path.name for path in tmp_path.iterdir()] == ["t"]

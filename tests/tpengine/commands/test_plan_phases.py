@@ -12,7 +12,7 @@ import pytest
 from tpengine.checkpoint.run_directory import write_config
 from tpengine.cli import main
 from tpengine.commands import certify
-from tpengine.commands.certify import Layout, Options
+from tpengine.commands.certify import CertifiedLayout, CertifyOptions
 from tpengine.config import ParallelConfig, phases_of, validate_run
 from tpengine.config.presets import preset_config
 from tpengine.layout.step_plan import phase_layouts, training_plan
@@ -71,7 +71,9 @@ def test_a_last_phase_without_until_is_open(tmp_path: Path, capsys: pytest.Captu
             shown = capsys.readouterr().out
             assert f"phase 2 of 2, steps {until + 1} to 1001: " in shown and guess not in shown
             assert argv is schedule or shown.endswith(f" --phases {path} --train.steps 1001\n")
-        options = Options(Layout(dp=2), None, "tiny", None, "float32", "1f1b", "fused", 0, 1, False, phases=str(path))
+        options = CertifyOptions(
+            CertifiedLayout(dp=2), None, "tiny", None, "float32", "1f1b", "fused", 0, 1, False, phases=str(path)
+        )
         assert len(certify._phases(options, options.layout)) == 2
 
 
@@ -142,8 +144,10 @@ def test_what_no_phase_can_be_is_one_line(
 
 
 def test_certify_trains_each_phase_by_itself(phases: Path) -> None:
-    options = Options(Layout(dp=2), None, "certify", None, "float32", "1f1b", "fused", 0, 1, False, phases=str(phases))
-    for layout in (options.layout, Layout()):
+    options = CertifyOptions(
+        CertifiedLayout(dp=2), None, "certify", None, "float32", "1f1b", "fused", 0, 1, False, phases=str(phases)
+    )
+    for layout in (options.layout, CertifiedLayout()):
         configs = certify._phases(options, layout)
         assert [config.train.num_micro_batches * layout.dp for config in configs] == [8, 2]
         assert [config.train.seq_len for config in configs][1] == 64 and {config.phases for config in configs} == {""}

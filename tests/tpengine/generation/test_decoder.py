@@ -18,7 +18,7 @@ from support.architectures.transformers_models import Widened, ours
 from support.ranks.rank_pool import RankPool
 from tpkernels.ops.matmul import host
 
-from tpengine.commands.generate import Options, find_model
+from tpengine.commands.generate import GenerateOptions, find_model
 from tpengine.commands.generate_rank import generating_rank
 from tpengine.generation import decoder
 from tpengine.generation.decoder import draw
@@ -30,7 +30,7 @@ PROMPTS = [[17], [3, 14, 15, 92, 65, 35, 89, 79, 32, 38], [2, 71, 82]]
 ROOM = 20
 
 
-def generated(options: Options, prompts: list[list[int]], drawing: Drawing, most_rows: int) -> list[list[int]]:
+def generated(options: GenerateOptions, prompts: list[list[int]], drawing: Drawing, most_rows: int) -> list[list[int]]:
     """A rank's program: the continuation of each prompt."""
     decoder.MOST_ROWS = most_rows
     rank = generating_rank(find_model(options).config, prompts, ROOM, drawing, 1)
@@ -42,7 +42,7 @@ def generated(options: Options, prompts: list[list[int]], drawing: Drawing, most
 @torch.no_grad()
 def without_cache(theirs: Any, model: Path, prompts: list[list[int]], drawing: Drawing) -> list[list[int]]:
     """The same from whole sequences, each computed anew for each token."""
-    net = ours(find_model(Options(str(model))).config.model, theirs.state_dict())
+    net = ours(find_model(GenerateOptions(str(model))).config.model, theirs.state_dict())
     sequences = [list(prompt) for prompt in prompts]
     for number in range(ROOM):
         rows = [net(torch.tensor(tokens), len(tokens))[-1, : net.model.vocab_size] for tokens in sequences]
@@ -54,7 +54,7 @@ def without_cache(theirs: Any, model: Path, prompts: list[list[int]], drawing: D
 @pytest.mark.by_default("llama", "gpt2")
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_greedy_tokens_are_transformers(ranks: RankPool, tmp_path: Path, architecture: str) -> None:
-    theirs, options = saved(architecture, tmp_path), Options(str(tmp_path))
+    theirs, options = saved(architecture, tmp_path), GenerateOptions(str(tmp_path))
     (got,) = ranks.run(generated, 1, options, PROMPTS, GREEDY, 512)
     for prompt, tokens in zip(PROMPTS, got, strict=True):
         with Widened(), torch.no_grad():
@@ -86,12 +86,12 @@ def test_tokens_are_those_without_a_cache_in_any_layout(
     pp: int,
 ) -> None:
     """With fewer KV heads than 4 ranks; several prompts, and one; prompts read in one piece, and row by row."""
-    theirs, options = saved(architecture, tmp_path), Options(str(tmp_path), tp=tp, pp=pp)
+    theirs, options = saved(architecture, tmp_path), GenerateOptions(str(tmp_path), tp=tp, pp=pp)
     want = without_cache(theirs, tmp_path, prompts, drawing)
     assert ranks.run(generated, tp * pp, options, prompts, drawing, most_rows) == [want] * (tp * pp)
 
 
-def generated_for_one_row(options: Options, prompt: list[int]) -> tuple[list[int], int]:
+def generated_for_one_row(options: GenerateOptions, prompt: list[int]) -> tuple[list[int], int]:
     """A rank's program: a prompt's continuation, and how many products of one row read a matrix laid out for it."""
     one_row, num_read = host._for_mkl, 0
 
@@ -107,7 +107,7 @@ def generated_for_one_row(options: Options, prompt: list[int]) -> tuple[list[int
 
 @pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this build of torch has no oneDNN")
 def test_one_sequence_reads_matrices_laid_out_for_one_row(ranks: RankPool, tmp_path: Path) -> None:
-    theirs, options = saved("llama", tmp_path), Options(str(tmp_path), tp=2, dtype="float32")
+    theirs, options = saved("llama", tmp_path), GenerateOptions(str(tmp_path), tp=2, dtype="float32")
     (want,) = without_cache(theirs, tmp_path, PROMPTS[1:2], GREEDY)
     num_layers = find_model(options).config.model.num_layers
     for tokens, num_read in ranks.run(generated_for_one_row, 2, options, PROMPTS[1]):
@@ -116,7 +116,7 @@ def test_one_sequence_reads_matrices_laid_out_for_one_row(ranks: RankPool, tmp_p
         assert num_read == (4 * num_layers + 1) * (ROOM - 1)
 
 
-def exchanges_of_a_token(options: Options) -> int:
+def exchanges_of_a_token(options: GenerateOptions) -> int:
     """A rank's program: how often the tp ranks wait for each other for one token of each prompt."""
     rank = generating_rank(find_model(options).config, PROMPTS, ROOM, GREEDY, 1)
     problem, _ = rank.prepare()
@@ -133,8 +133,8 @@ def exchanges_of_a_token(options: Options) -> int:
 def test_a_token_takes_one_exchange_of_each_half_of_a_block(ranks: RankPool, tmp_path: Path) -> None:
     """And one each for the embedding and the logits; rows that are cut need nearly twice as many."""
     saved("llama", tmp_path)
-    num_layers = find_model(Options(str(tmp_path))).config.model.num_layers
-    assert ranks.run(exchanges_of_a_token, 2, Options(str(tmp_path), tp=2)) == [2 * num_layers + 2] * 2
+    num_layers = find_model(GenerateOptions(str(tmp_path))).config.model.num_layers
+    assert ranks.run(exchanges_of_a_token, 2, GenerateOptions(str(tmp_path), tp=2)) == [2 * num_layers + 2] * 2
 
 
 @pytest.mark.slow
@@ -145,10 +145,10 @@ def test_weights_are_read_from_a_checkpoint_of_another_layout(ranks: RankPool, t
     run.mkdir()
     config = replace(beginning(model, (2, 1, 1), dtype="float64", steps=2, checkpoint_every=100), run_dir=str(run))
     ranks.run(trained_pieces, 2, config)
-    (got,) = ranks.run(generated, 1, Options(str(run)), PROMPTS, DRAWN, 512)
+    (got,) = ranks.run(generated, 1, GenerateOptions(str(run)), PROMPTS, DRAWN, 512)
     assert got == without_cache(theirs, model, PROMPTS, DRAWN)
     # In another dtype: float32, as a user may ask for.
-    one, other = ranks.run(generated, 2, Options(f"{run}@2", pp=2, dtype="float32"), PROMPTS, GREEDY, 512)
+    one, other = ranks.run(generated, 2, GenerateOptions(f"{run}@2", pp=2, dtype="float32"), PROMPTS, GREEDY, 512)
     assert one == other == without_cache(theirs, model, PROMPTS, GREEDY)
 
 
@@ -170,12 +170,12 @@ def test_what_a_rank_cannot_use_is_told_in_one_line(ranks: RankPool, tmp_path: P
             10**12,
             "weights and cache must fit into memory: a rank would hold 0.2 MB and 1,536,000,000.0 MB, ",
         )
-    said = ranks.run(problem_of, 2, Options(str(tmp_path), tp=2), room)
+    said = ranks.run(problem_of, 2, GenerateOptions(str(tmp_path), tp=2), room)
     assert said[0].startswith(expected) and "\n" not in said[0], said
     assert said[1] == said[0]
 
 
-def problem_of(options: Options, room: int) -> str:
+def problem_of(options: GenerateOptions, room: int) -> str:
     """A rank's program."""
     try:
         config = find_model(options).config
