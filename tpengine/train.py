@@ -41,7 +41,7 @@ _LISTENING_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class _Preparation:
     """What a rank has found by itself.
 
     Attributes:
@@ -139,7 +139,7 @@ def _start_ranks(launch: Launch, argv: Sequence[str]) -> None:
         raise SystemExit(run_ranks_here(num_ranks, "tpengine.train:rank_main", others))
 
 
-def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
+def _prepare(launch: Launch, argv: Sequence[str]) -> _Preparation:
     """Find whatever a user can get wrong and this rank can see.
 
     Raises:
@@ -194,7 +194,7 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Prepared:
 
         beginning = WeightsOfPath.of(config.model)
     cores = shared_cores if device.type == "cpu" else 0
-    return _Prepared(config, corpora, device, cores, residency, run_dir, lock, checkpoint, beginning)
+    return _Preparation(config, corpora, device, cores, residency, run_dir, lock, checkpoint, beginning)
 
 
 def wings() -> Wings:
@@ -277,7 +277,7 @@ def meet(launch: Launch, mistake: str, watch: Watch) -> Meeting:
     return meeting
 
 
-def _train(prepared: _Prepared, launch: Launch, meeting: Meeting, watch: Watch) -> str:
+def _train(prepared: _Preparation, launch: Launch, meeting: Meeting, watch: Watch) -> str:
     """Train; return what the user can mend and only training finds, on all ranks alike; else empty."""
     from tpengine.runs.job import Job
     from tpengine.runs.loop import train

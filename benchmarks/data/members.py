@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from tpengine.config import Config
 from tpengine.data import Samples, open_corpus, open_source
-from tpengine.data.documents import Documents
+from tpengine.data.documents import DocumentReader
 from tpengine.data.encode import tokens_of
 from tpengine.runs.trainer import Trainer
 from tpengine.tokenizer import TextTokenizer
@@ -109,7 +109,7 @@ class Tokenizing:
     def ours(self) -> tuple[int, float]:
         """Return the number of tokens of the file, read and tokenized as `tpengine data` does, and the seconds."""
         begin = time.perf_counter()
-        number = sum(len(chunk.ids) for chunk in tokens_of(Documents([self._text]), self._tokenizer))
+        number = sum(len(chunk.ids) for chunk in tokens_of(DocumentReader([self._text]), self._tokenizer))
         return number, time.perf_counter() - begin
 
     def library(self) -> tuple[int, float]:

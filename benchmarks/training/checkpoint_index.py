@@ -30,7 +30,7 @@ from tpengine.checkpoint.index import (
     INDEX_FILE,
     FileEntry,
     Index,
-    Piece,
+    SavedPiece,
     TensorEntry,
     merged,
     read_index_alone,
@@ -85,11 +85,11 @@ def written(dp: int) -> Iterator[Mapping[str, Any]]:
     }
     for rank in range(dp):
         file = f"rank-{rank:05}-of-{dp:05}.safetensors"
-        found: dict[str, list[Piece]] = defaultdict(list)
+        found: dict[str, list[SavedPiece]] = defaultdict(list)
         for bucket in layout.buckets_of(0).values():
             for part in parts_of(bucket, dp, rank):
                 for of in boxes_of(pieces[part.name].block[1], part.in_tensor):
-                    found[part.name].append(Piece(of.offset, of.size, file, f"{part.name}@{of.offset}"))
+                    found[part.name].append(SavedPiece(of.offset, of.size, file, f"{part.name}@{of.offset}"))
         tensors = {
             f"{kind}model.{name}": asdict(TensorEntry(dtype, pieces[name].spec.shape, tuple(of_tensor)))
             for kind, dtype in _KINDS.items()

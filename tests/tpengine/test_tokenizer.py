@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from tpengine.data import documents as documents_module
 from tpengine.data import encode as encode_module
-from tpengine.data.documents import Documents
+from tpengine.data.documents import DocumentReader
 from tpengine.data.encode import tokens_of
 from tpengine.data.windows import cut
 from tpengine.tokenizer import TextTokenizer
@@ -82,7 +82,10 @@ def test_documents_of_files_become_the_ids_of_each(tmp_path: Path, monkeypatch: 
         for text in texts + lines:
             ids = tokenizer.encode([text])[0].ids
             want += [mark for mark in marks[:1] if mark is not None] + ids + [m for m in marks[1:] if m is not None]
-        assert np.concatenate([chunk.ids for chunk in tokens_of(Documents(paths), tokenizer, *marks)]).tolist() == want
+        assert (
+            np.concatenate([chunk.ids for chunk in tokens_of(DocumentReader(paths), tokenizer, *marks)]).tolist()
+            == want
+        )
 
 
 @pytest.mark.parametrize("place", [0, 36, 37, 60])
@@ -93,7 +96,7 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path, monkeypatch: pytest.Mo
     path.write_bytes(b"a" * place + b"\xf0\x9f" + b"a" * 50)
     tokenizer = TextTokenizer(saved_tokenizer(tmp_path / "tokenizer"))
     with pytest.raises(ValueError) as error:
-        list(tokens_of(Documents([path]), tokenizer))
+        list(tokens_of(DocumentReader([path]), tokenizer))
     assert str(error.value) == (
         f"the text must be UTF-8 for a tokenizer: {path}, byte {place}: invalid continuation byte: convert it, leave "
         "it out, or use --tokenizer bytes"

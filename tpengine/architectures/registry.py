@@ -11,7 +11,7 @@ from tpengine import trust
 from tpengine.architectures import gemma3, gpt2, llama, mistral, qwen2, qwen3
 from tpengine.architectures.describe import Architecture, ConfigJson
 from tpengine.architectures.description import Half, halves_of
-from tpengine.architectures.table import Found, check_table, find
+from tpengine.architectures.table import FittingRule, check_table, find
 from tpengine.config import ModelConfig
 from tpengine.config.ranges import check_model_sizes
 from tpengine.spelling import use
@@ -100,7 +100,7 @@ def model_of(config: ConfigJson, architecture: str | None = None) -> ModelConfig
     return model
 
 
-def rule_of(model: ModelConfig, module: str) -> Found:
+def rule_of(model: ModelConfig, module: str) -> FittingRule:
     """Return the rule of a module with parameters, by our name.
 
     Raises:
@@ -110,7 +110,7 @@ def rule_of(model: ModelConfig, module: str) -> Found:
 
 
 @functools.lru_cache(maxsize=65536)
-def _rule(architecture: str, module: str) -> Found:
+def _rule(architecture: str, module: str) -> FittingRule:
     table = _named(architecture).table
     check_table(table, [module], all_used=False)
     return find(table, module)[0]

@@ -74,7 +74,7 @@ Table = Mapping[str, Rule]
 
 
 @dataclass(frozen=True)
-class Found:
+class FittingRule:
     """The rule of one module.
 
     Attributes:
@@ -91,7 +91,7 @@ class Found:
 _TOKEN = re.compile(r"\*|\{[^{}]*\}")
 
 
-def find(table: Table, module: str) -> list[Found]:
+def find(table: Table, module: str) -> list[FittingRule]:
     """Return what each rule that fits a module of ours says: one, in a table without mistakes."""
     found = []
     for pattern, rule in table.items():
@@ -105,7 +105,7 @@ def find(table: Table, module: str) -> list[Found]:
             text for token, text in zip(_TOKEN.findall(ours), captures, strict=True) if token == "*" or not is_packed
         ]
         packed = tuple(_filled(choice, taken) for choice in _choices(ours)) if is_packed else (module,)
-        found.append(Found(rule, _filled(pattern, taken), packed))
+        found.append(FittingRule(rule, _filled(pattern, taken), packed))
     return found
 
 

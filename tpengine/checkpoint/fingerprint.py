@@ -16,7 +16,7 @@ _HELD_OUT = "held-out text"
 _WHOLE = "the text"
 
 
-class Change(NamedTuple):
+class TextChange(NamedTuple):
     """The first difference of two fingerprints: what, and its values; None where it is not there."""
 
     what: str
@@ -63,7 +63,7 @@ def with_held_out(trained: str, held_out: tuple[str, str] | None) -> str:
     return trained if held_out is None else json.dumps({"trained on": trained, _HELD_OUT: held_out})
 
 
-def change_of(before: str, now: str) -> Change | None:
+def change_of(before: str, now: str) -> TextChange | None:
     """Return the first difference of two fingerprints; None if the data are the same."""
     (trained, old), (trained_now, new) = _apart(before), _apart(now)
     change = _change_of_trained(trained, trained_now)
@@ -72,7 +72,7 @@ def change_of(before: str, now: str) -> Change | None:
     path = (new or old or ("", ""))[0]
     if old is None or new is None:
         was, becomes = (None if of is None else _spelled(of[1], _parts(of[1])) for of in (old, new))
-        return Change(f"the {_HELD_OUT} ({path})", was, becomes)
+        return TextChange(f"the {_HELD_OUT} ({path})", was, becomes)
     change = _change_of_trained(old[1], new[1])
     if change is None:
         return None
@@ -80,16 +80,16 @@ def change_of(before: str, now: str) -> Change | None:
     return change._replace(what=what)
 
 
-def _change_of_trained(before: str, now: str) -> Change | None:
+def _change_of_trained(before: str, now: str) -> TextChange | None:
     old, new = _parts(before), _parts(now)
     if old is None or new is None or (_SOURCES in old) != (_SOURCES in new):
-        return None if before == now else Change(_WHOLE, _spelled(before, old), _spelled(now, new))
+        return None if before == now else TextChange(_WHOLE, _spelled(before, old), _spelled(now, new))
     flat_old, flat_new = ({what: (value, path) for what, value, path in _flat(parts)} for parts in (old, new))
     for what in [*flat_old, *flat_new]:
         (was, was_at), (becomes, is_at) = flat_old.get(what, (None, "")), flat_new.get(what, (None, ""))
         if was != becomes:
             path = is_at or was_at
-            return Change(f"the {what}" + (f" ({path})" if path else ""), was, becomes)
+            return TextChange(f"the {what}" + (f" ({path})" if path else ""), was, becomes)
     return None
 
 

@@ -43,7 +43,7 @@ class DamagedCheckpoint(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class SavedPiece:
     """A block of a global tensor, as the index lists it.
 
     Attributes:
@@ -63,7 +63,7 @@ class TensorEntry:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SavedPiece, ...]
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, FileEntry])
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"tensor {name!r} has dtype {entry['dtype']!r}, which is not one of {' '.join(DTYPES)}")
     pieces = tuple(
-        Piece(_naturals(piece["offset"]), _naturals(piece["shape"]), str(piece["file"]), str(piece["key"]))
+        SavedPiece(_naturals(piece["offset"]), _naturals(piece["shape"]), str(piece["file"]), str(piece["key"]))
         for piece in entry["pieces"]
     )
     for piece in pieces:
@@ -267,7 +267,7 @@ def _tensor(name: str, entry: Mapping[str, Any], files: Mapping[str, FileEntry])
     return TensorEntry(entry["dtype"], shape, pieces)
 
 
-def _cover_once(pieces: Sequence[Piece], shape: tuple[int, ...]) -> bool:
+def _cover_once(pieces: Sequence[SavedPiece], shape: tuple[int, ...]) -> bool:
     """Return whether boxes inside a tensor cover it exactly once, in time linear in their number.
 
     The number of boxes that cover each element is a sum of boxes' indicators. An indicator is known by its corners,

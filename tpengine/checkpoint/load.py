@@ -8,13 +8,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tpengine.checkpoint.index import CheckpointError, DamagedCheckpoint, Index, check_file
-from tpengine.checkpoint.storage import Block, Blocks, fill, parts_of
+from tpengine.checkpoint.storage import Blocks, SavedBlock, fill, parts_of
 from tpengine.distributed.agreement import all_gather_json
 from tpengine.last_words import one_line
 from tpengine.torch_dtypes import FILE_NAME_OF
 
 
-def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks], *, converts: bool = False) -> None:
+def load(directory: Path, index: Index, blocks: Mapping[str, SavedBlock | Blocks], *, converts: bool = False) -> None:
     """Fill the blocks from a checkpoint; collective over all ranks.
 
     Every file is hashed before anything is read from it; each file by one rank.
@@ -44,7 +44,7 @@ def load(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks], *,
 
 
 def _first_problem(
-    directory: Path, index: Index, blocks: Mapping[str, Block | Blocks], converts: bool
+    directory: Path, index: Index, blocks: Mapping[str, SavedBlock | Blocks], converts: bool
 ) -> CheckpointError | None:
     try:
         for name, block in blocks.items():
@@ -57,7 +57,7 @@ def _first_problem(
     return None
 
 
-def _check_tensor(directory: Path, index: Index, name: str, block: Block, converts: bool) -> None:
+def _check_tensor(directory: Path, index: Index, name: str, block: SavedBlock, converts: bool) -> None:
     entry = index.tensors.get(name)
     remedy = "resume with the configuration it was saved with"
     if entry is None:

@@ -91,7 +91,7 @@ def joined(first: Sequence[Rollback], second: Sequence[Rollback]) -> tuple[Rollb
 
 
 def left_out(rollbacks: Sequence[Rollback]) -> dict[int, Ranges]:
-    """Return the ranges that are left out of each order, as a Position takes them: ascending, without overlaps."""
+    """Return the ranges left out of each order, as a SamplePosition takes them: ascending, without overlaps."""
     found: dict[int, list[tuple[int, int]]] = {}
     for rollback in rollbacks:
         found.setdefault(rollback.order, []).extend(rollback.samples)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tpengine.checkpoint.directory import CheckpointDirectory, Retention
-from tpengine.checkpoint.storage import Block, Blocks, Writer, parts_of
+from tpengine.checkpoint.storage import Blocks, SavedBlock, Writer, parts_of
 from tpengine.distributed.agreement import broadcast_json, gather_bytes
 from tpengine.last_words import one_line
 
@@ -68,7 +68,7 @@ class Saver:
         self._step = 0
         self._failure: str | None = None
 
-    def save(self, step: int, blocks: Mapping[str, Block | Blocks], state: Mapping[str, Any]) -> str | None:
+    def save(self, step: int, blocks: Mapping[str, SavedBlock | Blocks], state: Mapping[str, Any]) -> str | None:
         """Copy what this rank stores, and start to write it; collective.
 
         Args:
@@ -126,13 +126,13 @@ class Saver:
             self._thread.join(seconds)
         return self._thread is not None and self._thread.is_alive()
 
-    def _copy(self, name: str, block: Block) -> Block:
+    def _copy(self, name: str, block: SavedBlock) -> SavedBlock:
         place = _place(name, block)
         if place not in self._copies:
             pinned = block.tensor.is_cuda
             self._copies[place] = torch.empty(block.tensor.shape, dtype=block.tensor.dtype, pin_memory=pinned)
         self._copies[place].copy_(block.tensor.detach(), non_blocking=True)
-        return Block(self._copies[place], block.offset, block.global_shape)
+        return SavedBlock(self._copies[place], block.offset, block.global_shape)
 
     def _write(self, copies: Mapping[str, Blocks], state: Mapping[str, Any]) -> None:
         writer = Writer(self.directory, self._step, state, self._keep, self._besides, self._told)
@@ -171,5 +171,5 @@ class Saver:
         return failure
 
 
-def _place(name: str, block: Block) -> _Place:
+def _place(name: str, block: SavedBlock) -> _Place:
     return name, block.offset, tuple(block.tensor.shape)

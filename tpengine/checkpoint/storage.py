@@ -28,7 +28,7 @@ from tpengine.checkpoint.index import (
     DamagedCheckpoint,
     FileEntry,
     Index,
-    Piece,
+    SavedPiece,
     TensorEntry,
     merged,
     unreadable,
@@ -39,7 +39,7 @@ from tpengine.torch_dtypes import FILE_NAME_OF, memory_of
 
 
 @dataclass(frozen=True)
-class Block:
+class SavedBlock:
     """One block of a global tensor.
 
     Attributes:
@@ -55,7 +55,7 @@ class Block:
     stored: bool = True
 
     @classmethod
-    def whole(cls, tensor: Tensor, *, stored: bool = True) -> Block:
+    def whole(cls, tensor: Tensor, *, stored: bool = True) -> SavedBlock:
         """Return the block of a tensor that every rank holds whole."""
         return cls(tensor, (0,) * tensor.dim(), tuple(tensor.shape), stored)
 
@@ -64,10 +64,10 @@ class Block:
 class Blocks:
     """Several blocks of one global tensor, on one rank."""
 
-    parts: tuple[Block, ...]
+    parts: tuple[SavedBlock, ...]
 
 
-def parts_of(entry: Block | Blocks) -> tuple[Block, ...]:
+def parts_of(entry: SavedBlock | Blocks) -> tuple[SavedBlock, ...]:
     """Return the blocks of an entry, one or several."""
     return entry.parts if isinstance(entry, Blocks) else (entry,)
 
@@ -111,7 +111,7 @@ class Writer:
             for part in entry.parts:
                 key = _key(tensor_name, part)
                 contents[key] = part.tensor
-                pieces.append(Piece(part.offset, tuple(part.tensor.shape), name, key))
+                pieces.append(SavedPiece(part.offset, tuple(part.tensor.shape), name, key))
             first = entry.parts[0]
             described = TensorEntry(FILE_NAME_OF[first.tensor.dtype], first.global_shape, tuple(pieces))
             tensors[tensor_name] = asdict(described)
@@ -170,7 +170,7 @@ def save_file(contents: Mapping[str, Tensor], path: Path) -> FileEntry:
     return FileEntry(num_bytes, digest.hexdigest())
 
 
-def fill(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) -> None:
+def fill(directory: Path, index: Index, blocks: Mapping[str, SavedBlock | Blocks]) -> None:
     """Read a rank's blocks from a checkpoint whose files have been checked (load.py).
 
     Args:
@@ -181,7 +181,7 @@ def fill(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) ->
     Raises:
         DamagedCheckpoint: a file cannot be read, or does not hold what the index says.
     """
-    by_file: dict[str, list[tuple[str, Block, Piece]]] = defaultdict(list)
+    by_file: dict[str, list[tuple[str, SavedBlock, SavedPiece]]] = defaultdict(list)
     for name, entry in blocks.items():
         for part in parts_of(entry):
             for piece in index.tensors[name].pieces:
@@ -191,7 +191,7 @@ def fill(directory: Path, index: Index, blocks: Mapping[str, Block | Blocks]) ->
         _read_file(directory / file_name, index, wanted)
 
 
-def _read_file(path: Path, index: Index, wanted: Sequence[tuple[str, Block, Piece]]) -> None:
+def _read_file(path: Path, index: Index, wanted: Sequence[tuple[str, SavedBlock, SavedPiece]]) -> None:
     try:
         with safe_open(str(path), framework="pt") as file:
             for name, part, piece in wanted:
@@ -211,7 +211,7 @@ def _read_file(path: Path, index: Index, wanted: Sequence[tuple[str, Block, Piec
         raise unreadable("a checkpoint's files must be readable", path, error) from None
 
 
-def _common(part: Block, piece: Piece) -> Iterator[tuple[int, int]]:
+def _common(part: SavedBlock, piece: SavedPiece) -> Iterator[tuple[int, int]]:
     """Yield by dim where a block and a stored piece overlap in the global tensor; end <= begin means not at all."""
     for a, n, b, m in zip(part.offset, part.tensor.shape, piece.offset, piece.shape, strict=True):
         yield max(a, b), min(a + n, b + m)
@@ -221,6 +221,6 @@ def _slices(bounds: Sequence[tuple[int, int]], offset: Sequence[int]) -> tuple[s
     return tuple(slice(start - at, end - at) for (start, end), at in zip(bounds, offset, strict=True))
 
 
-def _key(name: str, block: Block) -> str:
+def _key(name: str, block: SavedBlock) -> str:
     """Return a block's name in a file: tensor and offset, since a rank may hold several blocks of one tensor."""
     return f"{name}@{','.join(map(str, block.offset))}"

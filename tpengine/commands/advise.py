@@ -32,7 +32,7 @@ from tpengine.observe.safe_console import SafeConsole
 from tpengine.plan import SCHEDULES, make_schedule
 from tpengine.planner.advice.changes import changes, what_fits
 from tpengine.planner.advice.question import Question, shapes
-from tpengine.planner.advice.search import Found, Row, search
+from tpengine.planner.advice.search import Row, SearchResult, search
 from tpengine.planner.advice.units import gigabytes, seconds_text
 from tpengine.planner.advice.words import (
     answer_json,
@@ -145,7 +145,7 @@ def _pictures(rows: Sequence[Row], question: Question) -> list[Picture]:
     return pictures
 
 
-def _explain(number: int, found: Found, question: Question) -> None:
+def _explain(number: int, found: SearchResult, question: Question) -> None:
     row = found.rows[number - 1]
     print(f"\nrow {number}: {row.layout.words()}")
     print("\n".join(sheet_lines(row.sheet, question)))
@@ -189,7 +189,7 @@ def _that_divide(question: Question) -> Iterator[str]:
             return
 
 
-def nothing_fits(question: Question, found: Found, limit_seconds: float) -> str:
+def nothing_fits(question: Question, found: SearchResult, limit_seconds: float) -> str:
     """Return why no layout fits: the nearest, and the changes after which one does."""
     limit = gigabytes(question.memory_limit)
     if not found.num_layouts:
@@ -221,7 +221,7 @@ def nothing_fits(question: Question, found: Found, limit_seconds: float) -> str:
     )
 
 
-def _without_a_change(found: Found) -> str:
+def _without_a_change(found: SearchResult) -> str:
     """Return what may help where no change was found: a shorter sequence only against what grows with it."""
     assert found.too_large is not None
     _, memory = found.too_large.memory

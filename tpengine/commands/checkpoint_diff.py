@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tpengine.checkpoint.index import Index, TensorEntry, check_file, read_index
-from tpengine.checkpoint.storage import Block, fill
+from tpengine.checkpoint.storage import SavedBlock, fill
 from tpengine.torch_dtypes import TORCH_DTYPES
 
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -92,7 +92,7 @@ def _compare_tensor(name: str, directories: tuple[Path, Path], indices: tuple[In
 
 def _whole(name: str, entry: TensorEntry, directory: Path, index: Index) -> Tensor:
     tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-    fill(directory, index, {name: Block.whole(tensor)})
+    fill(directory, index, {name: SavedBlock.whole(tensor)})
     return tensor
 
 

@@ -26,8 +26,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.data.documents import BEGINNING, Place
-from tpengine.data.encode import Chunk
+from tpengine.data.documents import BEGINNING, DocumentPlace
+from tpengine.data.encode import TokenChunk
 from tpengine.data.source_files import About
 from tpengine.data.token_file import (
     ALL_HEADER_BYTES,
@@ -65,7 +65,7 @@ class WriteProgress:
 
     asked: str
     sources: list[str] = field(default_factory=list)
-    place: Place = BEGINNING
+    place: DocumentPlace = BEGINNING
     shard: int = 0
     tokens: int = 0
     documents: int = 0
@@ -140,7 +140,7 @@ class ShardWriter:
                 f"{self.progress.all_tokens:,} tokens are kept in {self._room}; the same command goes on behind them"
             )
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: TokenChunk) -> None:
         """Write what ends, and what goes on, in a chunk.
 
         Raises: ValueError: an id outside the vocabulary; a file that cannot be written.
@@ -184,7 +184,7 @@ class ShardWriter:
             sync_directory(self._out.parent)
         return self.progress
 
-    def _add_documents(self, ids: NDArray[Any], ends: NDArray[np.int64], after: list[Place]) -> None:
+    def _add_documents(self, ids: NDArray[Any], ends: NDArray[np.int64], after: list[DocumentPlace]) -> None:
         """Write documents that end, the first of which may have begun before; close shards that are full."""
         own = np.diff(ends, prepend=0)
         lengths = own.copy()
@@ -273,7 +273,7 @@ class ShardWriter:
         asked, change = self.progress.asked, f"remove {self._room} to begin anew"
         try:
             values = json.loads(journal.read_bytes().decode())
-            found = WriteProgress(**{**values, "place": Place(*values["place"])})
+            found = WriteProgress(**{**values, "place": DocumentPlace(*values["place"])})
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"what was begun must have a whole journal: {journal} is damaged: {change}") from None
         if found.asked != asked:

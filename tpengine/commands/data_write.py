@@ -17,8 +17,8 @@ from pathlib import Path
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from tpengine.commands.data_shards import ShardWriter, WriteProgress
-from tpengine.data.documents import PIPE, Documents
-from tpengine.data.encode import BYTE_VOCAB_SIZE, Chunk, bytes_of, tokens_of
+from tpengine.data.documents import PIPE, DocumentReader
+from tpengine.data.encode import BYTE_VOCAB_SIZE, TokenChunk, bytes_of, tokens_of
 from tpengine.data.source_files import About
 from tpengine.data.text_files import find_files, why_no_text
 from tpengine.data.token_file import MAGIC
@@ -108,7 +108,7 @@ def write_data(options: WriteOptions) -> None:
             had = shards.progress
             console.print(f"going on behind {had.all_tokens:,} tokens of {had.all_documents:,} documents")
         looks = _Looks(console)
-        documents = Documents(paths, options.field, shards.progress.place, looks.at)
+        documents = DocumentReader(paths, options.field, shards.progress.place, looks.at)
         with ExitStack() as stack:
             chunks = _chunks(documents, encoding, _num_workers(options, documents), stack)
             reading = stack.enter_context(Reading(console, documents, shards.progress.all_tokens))
@@ -171,7 +171,7 @@ def _encoding(options: WriteOptions) -> _Encoding:
     return _Encoding(tokenizer, marks, min(vocab_size, of_model), f" --model.path {options.tokenizer}", of_model)
 
 
-def _chunks(documents: Documents, encoding: _Encoding, num_workers: int, stack: ExitStack) -> Iterator[Chunk]:
+def _chunks(documents: DocumentReader, encoding: _Encoding, num_workers: int, stack: ExitStack) -> Iterator[TokenChunk]:
     begin, end, tokenizer = encoding.marks.get("begin"), encoding.marks.get("end"), encoding.tokenizer
     if tokenizer is None:
         return bytes_of(documents, begin, end)
@@ -180,7 +180,7 @@ def _chunks(documents: Documents, encoding: _Encoding, num_workers: int, stack: 
     return chunks if encoding.of_model is None else _below(encoding.of_model, chunks, tokenizer)
 
 
-def _num_workers(options: WriteOptions, documents: Documents) -> int:
+def _num_workers(options: WriteOptions, documents: DocumentReader) -> int:
     """As many as were asked for; else as many as there are cores, fewer for a short text."""
     if options.workers is not None:
         return options.workers
@@ -206,7 +206,7 @@ def _sources(paths: Sequence[Path]) -> list[str]:
     return found
 
 
-def _said(options: WriteOptions, encoding: _Encoding, written: WriteProgress, documents: Documents) -> str:
+def _said(options: WriteOptions, encoding: _Encoding, written: WriteProgress, documents: DocumentReader) -> str:
     """Say what was written."""
     left_out = [f"{documents.num_empty:,} empty"] if documents.num_empty else []
     left_out += [f"{written.num_short:,} of fewer than 2 tokens"] if written.num_short else []
@@ -218,7 +218,7 @@ def _said(options: WriteOptions, encoding: _Encoding, written: WriteProgress, do
     return f"{options.out}: {size}{without}{marked}, vocabulary {encoding.vocab_size}; train on it with {use}"
 
 
-def _below(of_model: int, chunks: Iterator[Chunk], tokenizer: TextTokenizer) -> Iterator[Chunk]:
+def _below(of_model: int, chunks: Iterator[TokenChunk], tokenizer: TextTokenizer) -> Iterator[TokenChunk]:
     """Yield the chunks; refuse an id that the model beside the tokenizer does not have.
 
     A tokenizer may have such ids and never give them for a text, as that of Gemma 3 1B has one for pictures.
@@ -253,7 +253,7 @@ class Reading:
         num_tokens: that are written already.
     """
 
-    def __init__(self, console: SafeConsole, documents: Documents, num_tokens: int = 0) -> None:
+    def __init__(self, console: SafeConsole, documents: DocumentReader, num_tokens: int = 0) -> None:
         self._console, self._documents = console, documents
         self._num_tokens, self._num_lines = num_tokens, 0
         columns = (BarColumn(), TextColumn("{task.fields[figures]}"), TextColumn("left"), TimeRemainingColumn())
@@ -267,7 +267,7 @@ class Reading:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def shown(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def shown(self, chunks: Iterator[TokenChunk]) -> Iterator[TokenChunk]:
         """Yield the chunks, and show after each how far it is."""
         documents = self._documents
         for chunk in chunks:

@@ -37,7 +37,7 @@ from tpengine.checkpoint.index import (
     CheckpointError,
     FileEntry,
     Index,
-    Piece,
+    SavedPiece,
     TensorEntry,
     check_file,
     hash_file,
@@ -45,7 +45,7 @@ from tpengine.checkpoint.index import (
 )
 from tpengine.checkpoint.resume import checkpoints_of, saved_config, state_of
 from tpengine.checkpoint.run_directory import write_config
-from tpengine.checkpoint.storage import Block, fill
+from tpengine.checkpoint.storage import SavedBlock, fill
 from tpengine.config import Config, ModelConfig
 from tpengine.dtypes import FILE_BITS, FILE_NAMES
 from tpengine.files import new_directory, sync_directory
@@ -209,7 +209,7 @@ def read_weight(
             f"a checkpoint must be of the model that its run says: {directory} has no {name}: use another checkpoint"
         )
     values = torch.empty(size, dtype=torch.float64 if index.tensors[name].dtype == "F64" else torch.float32)
-    fill(directory, index, {name: Block(values, offset, shape, False)})
+    fill(directory, index, {name: SavedBlock(values, offset, shape, False)})
     return values
 
 
@@ -378,5 +378,5 @@ def _write_checkpoint(run_dir: Path, config: Config, weights: list[_Weight]) -> 
 
 
 def _entry(tensor: TensorToWrite, file: str) -> TensorEntry:
-    whole = Piece((0,) * len(tensor.shape), tensor.shape, file, tensor.name)
+    whole = SavedPiece((0,) * len(tensor.shape), tensor.shape, file, tensor.name)
     return TensorEntry(tensor.dtype, tensor.shape, (whole,))

@@ -11,7 +11,7 @@ from tpengine.data.text_corpus import TextCorpus
 from tpengine.data.text_files import stdlib_text
 from tpengine.data.token_file import TokenFile, open_tokens, write_tokens
 from tpengine.training.ahead import ReadAhead, StepSamples
-from tpengine.training.samples import Corpus, HeldOut, Position, SampleReader, batch_digest, first_sample_index
+from tpengine.training.samples import Corpus, HeldOut, SamplePosition, SampleReader, batch_digest, first_sample_index
 
 __all__ = [
     "CPU_SHARE",
@@ -21,8 +21,8 @@ __all__ = [
     "Corpus",
     "HeldOut",
     "OpenedCorpus",
-    "Position",
     "ReadAhead",
+    "SamplePosition",
     "SampleReader",
     "Samples",
     "Source",

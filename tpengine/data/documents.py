@@ -29,7 +29,7 @@ _MOST_WINDOW_BYTES = 1 << 31
 _ROWS_AT_ONCE = 1024
 
 
-class Place(NamedTuple):
+class DocumentPlace(NamedTuple):
     """Where reading goes on behind a document.
 
     Attributes:
@@ -48,10 +48,10 @@ class Place(NamedTuple):
     check: int = 0
 
 
-BEGINNING = Place()
+BEGINNING = DocumentPlace()
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """A part of a document, never empty.
 
     Attributes:
@@ -67,10 +67,10 @@ class Piece(NamedTuple):
     ends: bool
     path: Path
     offset: int
-    after: Place = BEGINNING
+    after: DocumentPlace = BEGINNING
 
 
-class Documents:
+class DocumentReader:
     """The documents of files, in order; iterate once.
 
     Args:
@@ -96,7 +96,7 @@ class Documents:
         self,
         paths: Sequence[Path],
         field: str = "text",
-        start: Place = BEGINNING,
+        start: DocumentPlace = BEGINNING,
         look: Callable[[Path, bytes], None] = lambda *_: None,
     ) -> None:
         self.paths, self.field, self.start, self._look = paths, field, start, look
@@ -105,7 +105,7 @@ class Documents:
         self.num_documents, self.num_empty = self.start.num_documents, self.start.num_empty
         self.num_read_bytes = sum(sizes[: self.start.file])
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[DocumentPiece]:
         for number in range(self.start.file, len(self.paths)):
             path = self.paths[number]
             start = self.start if number == self.start.file else BEGINNING
@@ -119,7 +119,7 @@ class Documents:
             else:
                 yield from self._whole(number)
 
-    def _whole(self, number: int) -> Iterator[Piece]:
+    def _whole(self, number: int) -> Iterator[DocumentPiece]:
         """A text file, which is one document."""
         path = self.paths[number]
         with path.open("rb") as file:
@@ -131,12 +131,12 @@ class Documents:
                 self.num_read_bytes += len(content)
                 # Only the next piece says whether this is the last.
                 following = file.read(_READ_BYTES)
-                yield Piece(content, offset == 0, not following, path, offset, self._place(number + 1, 0))
+                yield DocumentPiece(content, offset == 0, not following, path, offset, self._place(number + 1, 0))
                 offset, content = offset + len(content), following
 
     def _lines(
-        self, file: BinaryIO, number: int, start: Place, compressed_file: BinaryIO | None = None
-    ) -> Iterator[Piece]:
+        self, file: BinaryIO, number: int, start: DocumentPlace, compressed_file: BinaryIO | None = None
+    ) -> Iterator[DocumentPiece]:
         """The documents of JSON lines; blank lines are none. Of a compressed file its own bytes count as read."""
         path, offset, line_number = self.paths[number], start.offset, start.line
         check = _skipped(file, path, start)
@@ -154,9 +154,9 @@ class Documents:
             content = self._text_of(line.strip(), f"{path}, line {line_number}")
             self._count(len(content) > 0)
             if content:
-                yield Piece(content, True, True, path, 0, self._place(number, offset, line_number, check))
+                yield DocumentPiece(content, True, True, path, 0, self._place(number, offset, line_number, check))
 
-    def _rows(self, number: int, row: int) -> Iterator[Piece]:
+    def _rows(self, number: int, row: int) -> Iterator[DocumentPiece]:
         """The documents of a parquet file's rows."""
         path, before = self.paths[number], self.num_read_bytes
         size = path.stat().st_size
@@ -166,11 +166,11 @@ class Documents:
             self.num_read_bytes = before + int(size * share)
             self._count(len(content) > 0)
             if content:
-                yield Piece(content, True, True, path, 0, self._place(number, row))
+                yield DocumentPiece(content, True, True, path, 0, self._place(number, row))
         self.num_read_bytes = before + size
 
-    def _place(self, file: int, offset: int, line: int = 0, check: int = 0) -> Place:
-        return Place(file, offset, line, self.num_documents, self.num_empty, check)
+    def _place(self, file: int, offset: int, line: int = 0, check: int = 0) -> DocumentPlace:
+        return DocumentPlace(file, offset, line, self.num_documents, self.num_empty, check)
 
     def _count(self, has_text: bool) -> None:
         self.num_documents += has_text
@@ -198,7 +198,7 @@ class Documents:
         ) from None
 
 
-def _skipped(file: BinaryIO, path: Path, start: Place) -> int:
+def _skipped(file: BinaryIO, path: Path, start: DocumentPlace) -> int:
     """Read what an earlier call has read of a file; return its CRC-32."""
     left, check = start.offset, 0
     while left:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.data.documents import Piece, Place
-from tpengine.data.windows import Encoded, Joining, Part, Window, cut, encoded
+from tpengine.data.documents import DocumentPiece, DocumentPlace
+from tpengine.data.windows import Encoded, Joining, TextPart, Window, cut, encoded
 from tpengine.tokenizer import TextTokenizer
 
 BYTE_VOCAB_SIZE = 256
@@ -20,7 +20,7 @@ _BYTES_PER_ARRAY = 1 << 20
 _CHARACTERS_PER_BATCH = 1 << 20
 
 
-class Chunk(NamedTuple):
+class TokenChunk(NamedTuple):
     """Ids of documents, in order; where a chunk ends means nothing.
 
     Attributes:
@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
 
     ids: NDArray[Any]
     ends: list[int]
-    after: list[Place]
+    after: list[DocumentPlace]
 
 
 class EncodedBatch(NamedTuple):
@@ -53,7 +53,7 @@ class EncodedBatch(NamedTuple):
 Encode = Callable[[Iterable[list[Window]]], Iterator[tuple[list[Window], EncodedBatch]]]
 
 
-def bytes_of(pieces: Iterable[Piece], begin: int | None = None, end: int | None = None) -> Iterator[Chunk]:
+def bytes_of(pieces: Iterable[DocumentPiece], begin: int | None = None, end: int | None = None) -> Iterator[TokenChunk]:
     """Yield the bytes of documents as ids.
 
     Args:
@@ -65,7 +65,7 @@ def bytes_of(pieces: Iterable[Piece], begin: int | None = None, end: int | None 
         Chunks of uint8, about 1 MiB each.
     """
     before, after = (b"" if mark is None else bytes([mark]) for mark in (begin, end))
-    gathered, ends, places = bytearray(), list[int](), list[Place]()
+    gathered, ends, places = bytearray(), list[int](), list[DocumentPlace]()
     for piece in pieces:
         gathered += before if piece.begins else b""
         gathered += piece.content
@@ -74,19 +74,19 @@ def bytes_of(pieces: Iterable[Piece], begin: int | None = None, end: int | None 
             ends.append(len(gathered))
             places.append(piece.after)
         if len(gathered) >= _BYTES_PER_ARRAY:
-            yield Chunk(np.frombuffer(bytes(gathered), dtype=np.uint8), ends, places)
+            yield TokenChunk(np.frombuffer(bytes(gathered), dtype=np.uint8), ends, places)
             gathered, ends, places = bytearray(), [], []
     if gathered:
-        yield Chunk(np.frombuffer(bytes(gathered), dtype=np.uint8), ends, places)
+        yield TokenChunk(np.frombuffer(bytes(gathered), dtype=np.uint8), ends, places)
 
 
 def tokens_of(
-    pieces: Iterable[Piece],
+    pieces: Iterable[DocumentPiece],
     tokenizer: TextTokenizer,
     begin: int | None = None,
     end: int | None = None,
     encode: Encode | None = None,
-) -> Iterator[Chunk]:
+) -> Iterator[TokenChunk]:
     """Yield the ids of documents: those that the tokenizer gives for the whole document, however long it is.
 
     Args:
@@ -133,7 +133,7 @@ def encode_windows(tokenizer: TextTokenizer, windows: list[Window]) -> EncodedBa
     )
 
 
-def _whole(windows: list[Window], batch: EncodedBatch, begin: int | None, end: int | None) -> Chunk:
+def _whole(windows: list[Window], batch: EncodedBatch, begin: int | None, end: int | None) -> TokenChunk:
     """Return the ids of windows that are a document each, with marks."""
     ends = np.cumsum(batch.counts)
     ids = batch.ids
@@ -145,10 +145,12 @@ def _whole(windows: list[Window], batch: EncodedBatch, begin: int | None, end: i
         places = np.stack([place for place, _ in wanted], axis=1).reshape(-1)
         ids = np.insert(ids, places, np.tile([mark for _, mark in wanted], len(windows)).astype(np.uint32))
         ends = ends + num_marks * np.arange(1, len(windows) + 1)
-    return Chunk(ids, ends.tolist(), [window.after for window in windows])
+    return TokenChunk(ids, ends.tolist(), [window.after for window in windows])
 
 
-def _joined(windows: list[Window], batch: EncodedBatch, joining: Joining, begin: int | None, end: int | None) -> Chunk:
+def _joined(
+    windows: list[Window], batch: EncodedBatch, joining: Joining, begin: int | None, end: int | None
+) -> TokenChunk:
     """Return the ids of windows of which some are parts of a document."""
     assert batch.offsets is not None and batch.words is not None
     before, after = ([] if mark is None else [mark] for mark in (begin, end))
@@ -166,10 +168,10 @@ def _joined(windows: list[Window], batch: EncodedBatch, joining: Joining, begin:
             ids += after
             ends.append(len(ids))
             places.append(window.after)
-    return Chunk(np.array(ids, dtype=np.uint32), ends, places)
+    return TokenChunk(np.array(ids, dtype=np.uint32), ends, places)
 
 
-def _decoded(pieces: Iterable[Piece]) -> Iterator[Part]:
+def _decoded(pieces: Iterable[DocumentPiece]) -> Iterator[TextPart]:
     """Yield the text of pieces; a character that two of them share belongs to the later one."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for piece in pieces:
@@ -181,7 +183,7 @@ def _decoded(pieces: Iterable[Piece]) -> Iterator[Part]:
                 f"the text must be UTF-8 for a tokenizer: {piece.path}, byte {piece.offset - held + error.start}: "
                 f"{error.reason}: convert it, leave it out, or use --tokenizer bytes"
             ) from None
-        yield Part(text, piece.begins, piece.ends, piece.path, piece.after)
+        yield TextPart(text, piece.begins, piece.ends, piece.path, piece.after)
 
 
 def _batches(windows: Iterable[Window]) -> Iterator[list[Window]]:

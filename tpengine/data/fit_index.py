@@ -33,7 +33,7 @@ PIECE = np.dtype([("start", "<u8"), ("length", "<u4"), ("goes_on", "<u4")])
 END = np.dtype("<u8")
 
 
-class Piece(NamedTuple):
+class FitPiece(NamedTuple):
     """A document, or a piece of one that is longer than a sample.
 
     Attributes:
@@ -74,7 +74,7 @@ class FittedPart:
         """Share of the samples' tokens that is padding."""
         return 1 - self.num_tokens / max(1, self.num_samples * self.seq_len)
 
-    def sample(self, number: int) -> list[Piece]:
+    def sample(self, number: int) -> list[FitPiece]:
         """Return the pieces of a sample, in order; padding follows.
 
         Raises: ValueError: the index is damaged, or cannot be read.
@@ -84,7 +84,7 @@ class FittedPart:
         first, end = (found[0], found[1]) if number else (0, found[0])
         if not first < end <= min(len(self.pieces), first + self.seq_len):
             raise self._damaged(number)
-        pieces = [Piece(start, length, bool(on)) for start, length, on in self.pieces[first:end].tolist()]
+        pieces = [FitPiece(start, length, bool(on)) for start, length, on in self.pieces[first:end].tolist()]
         if sum(piece.length for piece in pieces) > self.seq_len:
             raise self._damaged(number)
         for piece in pieces:

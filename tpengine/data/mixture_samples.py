@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tpengine.data.mixture import Mixture, SourceEntry
 from tpengine.data.samples import Samples
-from tpengine.training.samples import Batch, PackedBatch, Position
+from tpengine.training.samples import Batch, PackedBatch, SamplePosition
 
 
 class _OfSources:
@@ -126,7 +126,7 @@ class MixtureSamples(_OfSources):
             )
         return sources, numbers
 
-    def counts(self, position: Position) -> tuple[int, ...]:
+    def counts(self, position: SamplePosition) -> tuple[int, ...]:
         """Return how many samples of each source a run has read at a position; what is left out does not count."""
         end = int(position.samples(0, 1)[0])
         read = np.array(self.mixture.counts(end), dtype=np.int64)
@@ -135,7 +135,7 @@ class MixtureSamples(_OfSources):
                 read -= np.array(self.mixture.counts(last)) - np.array(self.mixture.counts(first))
         return tuple(read.tolist())
 
-    def progress(self, position: Position) -> dict[str, float]:
+    def progress(self, position: SamplePosition) -> dict[str, float]:
         """Return each source's share of the samples so far, and its epochs: fields of a row of metrics."""
         found: dict[str, float] = {}
         for entry, source, count in zip(self.entries, self.sources, self.counts(position), strict=True):

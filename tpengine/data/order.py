@@ -1,4 +1,4 @@
-"""The order of samples, a keyed bijection instead of a stored shuffle; where a run is in it is its Position.
+"""The order of samples, a keyed bijection instead of a stored shuffle; where a run is in it is its SamplePosition.
 
 The bijection needs no memory, whatever the length of the text; it gives any place directly; and it has no state.
 """

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL
-from tpengine.data.fit_index import FittedPart, Piece
+from tpengine.data.fit_index import FitPiece, FittedPart
 from tpengine.data.order import permute, permute_one
 from tpengine.data.token_file import TextTokens
-from tpengine.training.samples import Batch, PackedBatch, Position
+from tpengine.training.samples import Batch, PackedBatch, SamplePosition
 
 # What padding is made of: its labels do not count, and no document sees it.
 _PADDING = 0
@@ -75,7 +75,7 @@ class Samples:
         """Return the source of each sample, and the sample's number in it."""
         return np.zeros_like(samples), samples
 
-    def progress(self, position: Position) -> dict[str, float]:
+    def progress(self, position: SamplePosition) -> dict[str, float]:
         """Return what a row of metrics says of sources: nothing of one text."""
         return {}
 
@@ -217,7 +217,7 @@ class FittedSamples(Samples):
         """See Samples.document_starts; padding begins as a document does."""
         return [self._starts_in(pieces) for pieces in self._fitted(samples)]
 
-    def _fitted(self, samples: NDArray[np.int64]) -> list[list[Piece]]:
+    def _fitted(self, samples: NDArray[np.int64]) -> list[list[FitPiece]]:
         if not self.num_windows:
             raise ValueError(
                 f"fitted samples must have a document: {self.part.path} has none of this part of the text: use more "
@@ -225,7 +225,7 @@ class FittedSamples(Samples):
             )
         return [self.part.sample(number) for number in self._windows(samples)]
 
-    def _starts_in(self, pieces: Sequence[Piece]) -> NDArray[np.int64]:
+    def _starts_in(self, pieces: Sequence[FitPiece]) -> NDArray[np.int64]:
         ends = np.cumsum([piece.length for piece in pieces])
         return ends[ends < self.seq_len]
 

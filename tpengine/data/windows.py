@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from tpengine.data.documents import BEGINNING, Place
+from tpengine.data.documents import BEGINNING, DocumentPlace
 from tpengine.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ MOST_CHARACTERS = 1 << 19
 _RUN_TOKENS = 8
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """A part of a document, as text; may be empty.
 
     Attributes:
@@ -57,7 +57,7 @@ class Part(NamedTuple):
     begins: bool
     ends: bool
     path: Path
-    after: Place = BEGINNING
+    after: DocumentPlace = BEGINNING
 
 
 class Window(NamedTuple):
@@ -76,7 +76,7 @@ class Window(NamedTuple):
     ends: bool
     path: Path
     overlap: int
-    after: Place = BEGINNING
+    after: DocumentPlace = BEGINNING
 
 
 class Encoded(NamedTuple):
@@ -88,7 +88,7 @@ class Encoded(NamedTuple):
 
 
 def cut(
-    parts: Iterable[Part],
+    parts: Iterable[TextPart],
     whole: int = WHOLE_CHARACTERS,
     size: int = WINDOW_CHARACTERS,
     overlap: int = OVERLAP_CHARACTERS,

@@ -23,7 +23,7 @@ from typing import IO
 
 import numpy as np
 
-from tpengine.data.documents import Place
+from tpengine.data.documents import DocumentPlace
 from tpengine.data.encode import EncodedBatch, encode_windows
 from tpengine.data.windows import Window
 from tpengine.tokenizer import TextTokenizer
@@ -95,7 +95,7 @@ def _answer(tokenizer: TextTokenizer, content: bytes) -> list[bytes]:
     starts = [_HEAD.size + sizes.nbytes, *ends[:-1]]
     is_whole = kind == _PLAIN
     windows = [
-        Window(content[start:end].decode(), is_whole, is_whole, Path(), 0, Place())
+        Window(content[start:end].decode(), is_whole, is_whole, Path(), 0, DocumentPlace())
         for start, end in zip(starts, ends, strict=True)
     ]
     batch = encode_windows(tokenizer, windows)

@@ -27,12 +27,12 @@ from tpkernels.exchange.pending import Work
 
 from tpengine.architectures.part import Axis
 from tpengine.layout.parameters import BucketLayout
-from tpengine.layout.slices import Cut, Part
+from tpengine.layout.slices import BucketCut, SlicePart
 
 _Value = TypeVar("_Value", torch.dtype, torch.device)
 
 
-class Bucket:
+class FlatBucket:
     """One flat tensor of a rank.
 
     Args:
@@ -70,7 +70,7 @@ class Bucket:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         *,
-        cut: Cut | None = None,
+        cut: BucketCut | None = None,
         is_transient: bool = False,
         counts_usage: bool = False,
     ) -> None:
@@ -94,7 +94,7 @@ class Bucket:
         }
         # `own` is where a slice is kept, `_arrival` where its sum arrives.
         self.own = self._arrival = self.flat
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, SlicePart] = {}
         if cut is not None:
             if self._is_cut_as_it_lies:
                 self.own = self._arrival = self.flat.view(comm.size, cut.size)[comm.rank]

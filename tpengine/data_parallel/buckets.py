@@ -26,7 +26,7 @@ from torch import Tensor
 from tpkernels.exchange.pending import Work
 from tpkernels.ops.buffers import zero_all_
 
-from tpengine.data_parallel.bucket import Bucket
+from tpengine.data_parallel.bucket import FlatBucket
 
 
 class BlockSums:
@@ -100,7 +100,7 @@ class GradientBuckets:
 
     def __init__(
         self,
-        buckets: Mapping[int, Bucket],
+        buckets: Mapping[int, FlatBucket],
         contributions: Mapping[str, int] = MappingProxyType({}),
         *,
         in_tree: bool = False,
@@ -124,7 +124,7 @@ class GradientBuckets:
         self._on_start: Callable[[int], None] | None = None
         self.starting_ns = 0
 
-    def __getitem__(self, index: int) -> Bucket:
+    def __getitem__(self, index: int) -> FlatBucket:
         """Return a bucket."""
         return self._buckets[index]
 

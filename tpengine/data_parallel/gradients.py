@@ -19,12 +19,12 @@ from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.tree import tree_sum
 
 from tpengine.architectures.part import Axis
-from tpengine.data_parallel.bucket import Bucket
+from tpengine.data_parallel.bucket import FlatBucket
 from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.distributed.mesh import Communicators
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layout.parameters import ALIGNMENT_BYTES, EMBEDDING, HEAD, BucketLayout, Piece, leaf_name
-from tpengine.layout.slices import BlockCut, Cut
+from tpengine.layout.slices import BlockCut, BucketCut
 from tpengine.model.exact import Shards
 
 
@@ -125,11 +125,11 @@ def fast_step_gradients(
         is_cut: replicas own slices (ZeRO).
         each: sum every micro-batch's contribution on its own (Reduced.MICROBATCH); of cut buckets only.
     """
-    made: dict[int, Bucket] = {}
+    made: dict[int, FlatBucket] = {}
     for index, layout in layouts.items():
-        cut = Cut(layout, comms.dp.size) if is_cut else None
+        cut = BucketCut(layout, comms.dp.size) if is_cut else None
         comm = comms.dp if is_cut else comms.over(layout.reduce_over)
-        made[index] = Bucket(layout, held, comm, dtype, device, cut=cut, is_transient=each)
+        made[index] = FlatBucket(layout, held, comm, dtype, device, cut=cut, is_transient=each)
         # Before the next one is made: whole buffers never exist at once.
         if each:
             made[index].free()
@@ -197,13 +197,13 @@ def exact_step_gradients(
         for leaf in names
     }
     made = {
-        index: Bucket(
+        index: FlatBucket(
             layout,
             shaped,
             comms.over(layout.reduce_over),
             dtype,
             device,
-            cut=Cut(layout, comms.dp.size, blocks) if is_cut else None,
+            cut=BucketCut(layout, comms.dp.size, blocks) if is_cut else None,
         )
         for index, layout in layouts.items()
     }

@@ -20,9 +20,9 @@ from torch.nn import Parameter
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.pending import Work
 
-from tpengine.data_parallel.bucket import Bucket
+from tpengine.data_parallel.bucket import FlatBucket
 from tpengine.layers.prepared_weights import lies_at
-from tpengine.layout.slices import Cut, Part
+from tpengine.layout.slices import BucketCut, SlicePart
 
 
 class WeightBuckets:
@@ -47,18 +47,18 @@ class WeightBuckets:
     """
 
     def __init__(
-        self, cuts: Mapping[int, Cut], held: Mapping[str, Parameter], comm: Communicator, kept: Collection[int]
+        self, cuts: Mapping[int, BucketCut], held: Mapping[str, Parameter], comm: Communicator, kept: Collection[int]
     ) -> None:
         self._held = held
-        self._buckets: dict[int, Bucket] = {}
+        self._buckets: dict[int, FlatBucket] = {}
         self._pending: dict[int, Work] = {}
         self.flat: dict[int, Tensor] = {}
         self.own: dict[int, Tensor] = {}
         self.of: dict[str, Tensor] = {}
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, SlicePart] = {}
         self.places: dict[str, Tensor] = {}
         for index, cut in cuts.items():
-            bucket = Bucket(cut.layout, held, comm, cut=cut, is_transient=index not in kept)
+            bucket = FlatBucket(cut.layout, held, comm, cut=cut, is_transient=index not in kept)
             for name, place in bucket.views.items():
                 place.copy_(held[name].detach())
                 # Without a common count of writes: a gather is none that autograd should see.

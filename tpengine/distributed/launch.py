@@ -59,7 +59,7 @@ class Launch:
             ValueError: not integers, not 0 <= rank < size, RANK and SLURM's number disagree, or there are several
                 processes and no address to meet at.
         """
-        step = None if "TORCHELASTIC_RUN_ID" in environ else _Step.of(environ)
+        step = None if "TORCHELASTIC_RUN_ID" in environ else _SlurmStep.of(environ)
         rank, world_size = _pair(environ, "RANK", "WORLD_SIZE", *((step.rank, step.world_size) if step else (0, 1)))
         if step is not None and (rank, world_size) != (step.rank, step.world_size):
             # A single task may start a group of its own. With several, a RANK exported by the batch script is wrong.
@@ -106,7 +106,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _SlurmStep:
     """This task's number and size in a job step that srun has started."""
 
     rank: int
@@ -117,7 +117,7 @@ class _Step:
     port: int
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> _Step | None:
+    def of(cls, environ: Mapping[str, str]) -> _SlurmStep | None:
         """Read SLURM's variables; return None outside a step.
 
         A batch script is one process, although it has the whole job's SLURM_PROCID and SLURM_NTASKS; only srun sets

@@ -16,7 +16,7 @@ from tpengine.distributed.process import stop
 from tpengine.layers import Attention, RMSNorm, SwiGLU
 
 
-class Block(nn.Module):
+class ExampleBlock(nn.Module):
     """Attention and a feed-forward network, each after a norm and with a residual."""
 
     def __init__(self, dim: int, heads: int, tp: Communicator) -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     tp = Communicator(dist.group.WORLD, arena_bytes=1 << 20)
     # Every rank holds another part of each weight, so every rank has its own seed.
     torch.manual_seed(tp.rank)
-    block = Block(64, 4, tp)
+    block = ExampleBlock(64, 4, tp)
     optimizer = torch.optim.AdamW(block.parameters(), lr=1e-2)
     # This rank's rows of 2 sequences of 16 tokens.
     x = torch.randn(2 * 16 // tp.size, 64)

@@ -42,7 +42,7 @@ class Embedding(nn.Module):
         return x + self.positions(places % SEQ)
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Attention and a feed-forward network with GELU; every rank holds the whole norms."""
 
     def __init__(self, tp: Communicator) -> None:
@@ -66,7 +66,7 @@ def main() -> None:
     # Tensor-parallel ranks hold different parts of each weight, so they have different seeds.
     torch.manual_seed(tp.rank)
     ends = [replicate(nn.LayerNorm(DIM), tp), ColumnParallelLinear(DIM, VOCAB, tp)]
-    model = nn.Sequential(Embedding(tp), *(Block(tp) for _ in range(4)), *ends)
+    model = nn.Sequential(Embedding(tp), *(GPTBlock(tp) for _ in range(4)), *ends)
 
     # Each replica has its own data.
     generator = torch.Generator().manual_seed(dp.rank)

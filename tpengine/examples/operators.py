@@ -24,7 +24,7 @@ DIM, HEADS, KV_HEADS, FFN, VOCAB, BATCH, SEQ = 64, 4, 2, 160, 96, 4, 32
 HEAD_SIZE = DIM // HEADS
 
 
-class Weights:
+class BlockWeights:
     """Random weights of one block and of the embedding, which is the output head too."""
 
     def __init__(self, generator: torch.Generator, device: str) -> None:
@@ -38,7 +38,7 @@ class Weights:
         self.all = [self.table, self.qkv, self.o, self.gate_up, self.down, *self.norms]
 
 
-def loss_of(w: Weights, tokens: Tensor, labels: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def loss_of(w: BlockWeights, tokens: Tensor, labels: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return the mean loss of tokens[T], T = BATCH * SEQ."""
     # [T, DIM]
     x = embedding(tokens, w.table)
@@ -54,7 +54,7 @@ def main() -> None:
     """Learn one random text by heart; print the loss."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
-    weights = Weights(generator, device)
+    weights = BlockWeights(generator, device)
     cos, sin = rope_tables(SEQ, HEAD_SIZE, device=device)
     optimizer = torch.optim.AdamW(weights.all, lr=1e-2)
     text = torch.randint(VOCAB, (BATCH * SEQ + 1,), generator=generator).to(device)

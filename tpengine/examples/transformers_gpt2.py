@@ -18,7 +18,7 @@ from tpengine.distributed.process import stop
 from tpengine.modules import DataParallel, Pipeline, parallelize
 
 
-class Embedding(nn.ModuleList):
+class GPT2Embedding(nn.ModuleList):
     """The tables of tokens and positions: what GPT2Model.forward does before its blocks."""
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def main() -> None:
     gpt2 = GPT2LMHeadModel(config)
     parallelize(gpt2, TABLE, tp, prefix="transformer.", head_size=16, divide={"h.*.attn": ["split_size"]})
     body = gpt2.transformer
-    model = nn.Sequential(Embedding([body.wte, body.wpe]), *body.h, body.ln_f, gpt2.lm_head)
+    model = nn.Sequential(GPT2Embedding([body.wte, body.wpe]), *body.h, body.ln_f, gpt2.lm_head)
     tokens = torch.randint(32, (16, 16), generator=torch.Generator().manual_seed(dp.rank))
     pipe = Pipeline(model, tokens[:2], lambda z, y: cross_entropy(z.mT, y), num_micro_batches=8, group=pp.group)
     replicas = DataParallel(pipe.stage, dp)

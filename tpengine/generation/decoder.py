@@ -33,7 +33,7 @@ MOST_ROWS = 512
 
 
 @dataclass(frozen=True)
-class Ranks:
+class DecoderRank:
     """A rank's model and whom it computes with.
 
     Attributes:
@@ -95,7 +95,9 @@ class _Pass:
         mailbox: carries the plan's messages.
     """
 
-    def __init__(self, ranks: Ranks, cache: KeyValueCache, num_rows: int, plan: Plan, mailbox: Mailbox | None) -> None:
+    def __init__(
+        self, ranks: DecoderRank, cache: KeyValueCache, num_rows: int, plan: Plan, mailbox: Mailbox | None
+    ) -> None:
         self.num_rows = num_rows
         at, last = ranks.mesh.at.pp, len(plan.chunks) - 1
         self._batch = _Batch(torch.empty(0, dtype=torch.int64, device=ranks.device))
@@ -129,7 +131,7 @@ class Decoder:
     Memory: layers.rows.cache.cache_bytes.
     """
 
-    def __init__(self, ranks: Ranks, prompts: Sequence[Sequence[int]], room: int, drawing: Drawing) -> None:
+    def __init__(self, ranks: DecoderRank, prompts: Sequence[Sequence[int]], room: int, drawing: Drawing) -> None:
         self._ranks, self._drawing, self._num_drawn = ranks, drawing, 0
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
@@ -186,7 +188,7 @@ class Decoder:
         return self._pass
 
 
-def _plan_of(ranks: Ranks, num_rows: int) -> Plan:
+def _plan_of(ranks: DecoderRank, num_rows: int) -> Plan:
     # Every tp rank has all rows: together as many as a plan with so many times the tokens cuts.
     seq_len = num_rows * ranks.comms.tp.size
     sized = replace(ranks.config, train=replace(ranks.config.train, seq_len=seq_len))

@@ -19,7 +19,7 @@ from tpengine.config import Config
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.mesh import Communicators, Shape, build_mesh
 from tpengine.distributed.process import choose_device, link_device
-from tpengine.generation.decoder import Decoder, Ranks, most_rows, rows_to_prepare
+from tpengine.generation.decoder import Decoder, DecoderRank, most_rows, rows_to_prepare
 from tpengine.generation.text import Drawing
 from tpengine.layers.collectives import WholeRows
 from tpengine.layers.rows import cache_bytes
@@ -32,7 +32,7 @@ from tpengine.runs.restoring import on_all_ranks
 from tpengine.training.planned_run import RunError
 
 
-def build(config: Config, layout: Layout, device: torch.device) -> Ranks:
+def build(config: Config, layout: Layout, device: torch.device) -> DecoderRank:
     """Build this rank's part of a model, its weights not filled; collective over all ranks.
 
     Args:
@@ -49,7 +49,7 @@ def build(config: Config, layout: Layout, device: torch.device) -> Ranks:
     parts = FastParts(config.model, WholeRows(comms.tp), replicas=comms.replica, dtype=dtype, device=device)
     with Uninitialized():
         model = Transformer(parts, chunks=layout.layers_of(mesh.at.pp))
-    return Ranks(config, layout, mesh, comms, model.requires_grad_(False), device)
+    return DecoderRank(config, layout, mesh, comms, model.requires_grad_(False), device)
 
 
 class GeneratingRank:

@@ -62,7 +62,7 @@ class Vocabulary(Protocol):
         """Return the text of tokens; what is not text, as a byte alone of several, is U+FFFD."""
 
 
-class Words:
+class TokenizerText:
     """Tokens of a tokenizer."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -124,9 +124,9 @@ def vocabulary_of(directory: Path, model: ModelConfig, asked: str = "") -> Vocab
         ValueError: the tokenizer cannot be opened.
     """
     if asked and asked != "bytes":
-        return Words(TextTokenizer(Path(asked)))
+        return TokenizerText(TextTokenizer(Path(asked)))
     if not asked and (directory / TOKENIZER).is_file():
-        return Words(TextTokenizer(directory))
+        return TokenizerText(TextTokenizer(directory))
     return Bytes() if asked or model.vocab_size == _BYTES else Numbers()
 
 

@@ -34,7 +34,7 @@ _NUM_NAMED = 3
 _COMPARED_BYTES = 4 * 2**20
 
 
-class Source:
+class OpenFiles:
     """Open files, read at any place, by several threads; a context manager, which closes them.
 
     Attributes:
@@ -46,7 +46,7 @@ class Source:
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> OpenFiles:
         return self
 
     def __exit__(
@@ -284,7 +284,7 @@ def _listed(kind: str, found: Sequence[str]) -> str:
 
 
 def check_tied(
-    directory: ModelDirectory, source: Source, name: str, other: str, part: tuple[int, int] = (0, 1)
+    directory: ModelDirectory, source: OpenFiles, name: str, other: str, part: tuple[int, int] = (0, 1)
 ) -> None:
     """Check that two tensors of the directory have the same bytes; if either is not there, do nothing.
 

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from tpengine.hugging_face.directory import ModelDirectory, Source
+from tpengine.hugging_face.directory import ModelDirectory, OpenFiles
 from tpengine.layout.stored import FileBox, Stored
 from tpengine.tensor_file import FileTensor
 from tpengine.torch_dtypes import TORCH_DTYPES, memory_of
@@ -44,7 +44,7 @@ class BoxReader:
     """
 
     def __init__(self, directory: ModelDirectory) -> None:
-        self.source = Source()
+        self.source = OpenFiles()
         self._tensors = directory.tensors
         self._of_thread = threading.local()
 

@@ -27,7 +27,7 @@ _ALIGNMENT = ALIGNMENT_BYTES // 4
 
 
 @dataclass(frozen=True)
-class Part:
+class SlicePart:
     """What a slice holds of one tensor of its bucket.
 
     Attributes:
@@ -45,7 +45,7 @@ def slice_numel(layout: BucketLayout, num_slices: int) -> int:
     return round_up(layout.numel, num_slices * _ALIGNMENT) // num_slices
 
 
-def parts_of(layout: BucketLayout, num_slices: int, owner: int) -> Iterator[Part]:
+def parts_of(layout: BucketLayout, num_slices: int, owner: int) -> Iterator[SlicePart]:
     """Yield what the slice of replica `owner` holds, in the order of the bucket's tensors; padding is part of none."""
     size = slice_numel(layout, num_slices)
     first, end = owner * size, (owner + 1) * size
@@ -53,7 +53,7 @@ def parts_of(layout: BucketLayout, num_slices: int, owner: int) -> Iterator[Part
     for name, numel, offset in zip(layout.names, layout.numels, offsets, strict=False):
         begin, stop = max(first, offset), min(end, offset + numel)
         if begin < stop:
-            yield Part(name, slice(begin - first, stop - first), slice(begin - offset, stop - offset))
+            yield SlicePart(name, slice(begin - first, stop - first), slice(begin - offset, stop - offset))
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class BlockCut:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BucketCut:
     """How a bucket is cut over replicas (ZeRO).
 
         packed[R, S]: row i is the slice of replica i
@@ -115,7 +115,7 @@ class Cut:
         """Return the elements of the bucket, with the padding that the cut needs in it."""
         return self.layout.numel if self.blocks is not None else self.num_slices * self.size
 
-    def parts(self, owner: int) -> Iterator[Part]:
+    def parts(self, owner: int) -> Iterator[SlicePart]:
         """Yield what the slice of replica `owner` holds, in the order of the bucket's tensors."""
         if self.blocks is None:
             yield from parts_of(self.layout, self.num_slices, owner)
@@ -124,7 +124,7 @@ class Cut:
         for name in self.layout.names:
             owned = self.blocks[name].owned_by(owner)
             if owned.start < owned.stop:
-                yield Part(name, slice(offset, offset + owned.stop - owned.start), owned)
+                yield SlicePart(name, slice(offset, offset + owned.stop - owned.start), owned)
             offset += self.blocks[name].size
 
 

@@ -162,7 +162,7 @@ def _spec(shape: Sequence[int], dtype: str) -> TensorSpec:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RunOfModules:
     seconds: float
     flops: int
     output: Tensor
@@ -170,7 +170,9 @@ class _Run:
     in_place: bool
 
 
-def _run_anywhere(module: nn.Module, x: Tensor, input_gradient: bool, device: torch.device, measured: bool) -> _Run:
+def _run_anywhere(
+    module: nn.Module, x: Tensor, input_gradient: bool, device: torch.device, measured: bool
+) -> _RunOfModules:
     """Run a module on the device of its tensors; if it cannot run on meta, run a copy of zeros on `device`."""
     if is_on_meta(module):
         if not measured and not _exchanges(module) and not torch.is_autocast_enabled(device.type):
@@ -189,7 +191,7 @@ def _run_anywhere(module: nn.Module, x: Tensor, input_gradient: bool, device: to
     return min(runs, key=lambda run: run.seconds)
 
 
-def _run(module: nn.Module, x: Tensor, input_gradient: bool, *, counted: bool = True) -> _Run:
+def _run(module: nn.Module, x: Tensor, input_gradient: bool, *, counted: bool = True) -> _RunOfModules:
     """Run forward and backward once; autograd.grad does not touch .grad."""
     # A copy, since a module may work in place.
     leaf = x.detach().clone().requires_grad_(input_gradient and x.dtype.is_floating_point)
@@ -214,7 +216,7 @@ def _run(module: nn.Module, x: Tensor, input_gradient: bool, *, counted: bool = 
     seconds = time.perf_counter() - begin
     flops = counter.get_total_flops() if counter is not None else 0
     in_place = given._version != version or any(getattr(m, "inplace", False) for m in module.modules())
-    return _Run(seconds, flops, y, leaf.requires_grad and bool(grads) and grads[-1] is not None, in_place)
+    return _RunOfModules(seconds, flops, y, leaf.requires_grad and bool(grads) and grads[-1] is not None, in_place)
 
 
 def _formulas() -> dict[Any, Any]:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.exchange.communicator import Communicator
 
-from tpengine.data_parallel.bucket import Bucket
+from tpengine.data_parallel.bucket import FlatBucket
 from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.distributed.agreement import broadcast_model, check_same, describe_model, device_of
 from tpengine.layers.replicated import check_beside_parallel_layers, clip_grad_norm_, num_parallel
@@ -89,7 +89,7 @@ class WholeGradients:
     def _lay_out(self) -> None:
         """Make buckets for the parameters as they lie now; gradients of before come in with the next sum."""
         layouts = _layouts(self._trained, self._bucket_bytes)
-        made = (Bucket(layout, self._trained, self._comm, counts_usage=True) for layout in layouts)
+        made = (FlatBucket(layout, self._trained, self._comm, counts_usage=True) for layout in layouts)
         self.buckets = GradientBuckets(dict(enumerate(made)))
         self._places = {p: self.buckets.place(name) for name, p in self._trained.items()}
         self._members = [[self._trained[name] for name in layout.names] for layout in layouts]

@@ -69,7 +69,7 @@ _NUM_BUFFERS = 2
 
 
 @dataclass(frozen=True)
-class Piece:
+class OwnedRows:
     """Rows of a tensor, along its first dim, that one replica owns.
 
     Attributes:
@@ -82,7 +82,7 @@ class Piece:
     stop: int
 
 
-def divide(num_bytes: Sequence[int], num_rows: Sequence[int], loads: list[int], *, cuts: bool) -> list[list[Piece]]:
+def divide(num_bytes: Sequence[int], num_rows: Sequence[int], loads: list[int], *, cuts: bool) -> list[list[OwnedRows]]:
     """Give every tensor an owner, or several where it is cut.
 
     Args:
@@ -99,12 +99,12 @@ def divide(num_bytes: Sequence[int], num_rows: Sequence[int], loads: list[int], 
         num_parts = min(math.ceil(size / share), len(loads), rows) if cuts and size > share else 1
         edges = [rows * part // num_parts for part in range(num_parts + 1)]
         cut += [(size * (b - a) // rows if rows else size, index, a, b) for a, b in pairwise(edges)]
-    pieces: list[list[Piece]] = [[] for _ in num_bytes]
+    pieces: list[list[OwnedRows]] = [[] for _ in num_bytes]
     for size, index, start, stop in sorted(cut, key=lambda piece: -piece[0]):
         taken = {piece.owner for piece in pieces[index]}
         owner = min((rank for rank in range(len(loads)) if rank not in taken), key=lambda rank: loads[rank])
         loads[owner] += size
-        pieces[index].append(Piece(owner, start, stop))
+        pieces[index].append(OwnedRows(owner, start, stop))
     return [sorted(of_one, key=lambda piece: piece.start) for of_one in pieces]
 
 

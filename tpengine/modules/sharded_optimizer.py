@@ -40,7 +40,7 @@ from tpkernels.ops.buffers import scale_all_
 
 from tpengine.distributed.agreement import check_same
 from tpengine.modules.optimizer_parts import SavedParts, num_rows
-from tpengine.modules.ownership import ELEMENTWISE, Piece, divide, send_updates
+from tpengine.modules.ownership import ELEMENTWISE, OwnedRows, divide, send_updates
 from tpengine.modules.step_agreement import StepAgreement, needs_master, numbers_of, options_of, takes_part, words_of
 
 # Said at each first step, of the contract that is used here on purpose.
@@ -89,7 +89,7 @@ class _Own:
     """
 
     parameter: Tensor
-    piece: Piece
+    piece: OwnedRows
     updated: Tensor
     is_master: bool
 
@@ -160,7 +160,7 @@ class ShardedOptimizer(Optimizer):
         self._axes = [ranks for ranks in (replicas, tp, pp) if ranks is not None]
         self._inner: Optimizer | None = None
         self._loads, self._frozen_loads = [0] * replicas.size, [0] * replicas.size
-        self._pieces: dict[Tensor, list[Piece]] = {}
+        self._pieces: dict[Tensor, list[OwnedRows]] = {}
         self._agreement = StepAgreement(optimizer_class, replicas, masters=masters)
         self._own: list[_Own] = []
         self._num_steps = 0
@@ -409,7 +409,7 @@ def _check_arguments(optimizer_class: type[Optimizer], replicas: Communicator, b
         raise ValueError(f"bucket_bytes must be at least 1: got {bucket_bytes}: leave it out for 8 MB")
 
 
-def _own_of(parameter: Tensor, piece: Piece, *, masters: bool) -> _Own:
+def _own_of(parameter: Tensor, piece: OwnedRows, *, masters: bool) -> _Own:
     """Return what the inner optimizer is given of a parameter."""
     rows = _rows(parameter.detach(), piece)
     if needs_master(parameter, masters=masters):
@@ -449,5 +449,5 @@ def _take_back(own: _Own) -> None:
         own.updated.grad = None
 
 
-def _rows(tensor: Tensor, piece: Piece) -> Tensor:
+def _rows(tensor: Tensor, piece: OwnedRows) -> Tensor:
     return tensor[piece.start : piece.stop] if tensor.dim() else tensor

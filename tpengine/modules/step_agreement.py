@@ -23,7 +23,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.distributed.agreement import check_same
-from tpengine.modules.ownership import ELEMENTWISE, Piece
+from tpengine.modules.ownership import ELEMENTWISE, OwnedRows
 
 # Of a group, what is no option.
 _NO_OPTIONS = ("params", "param_names")
@@ -74,7 +74,7 @@ class StepAgreement:
         self._groups: list[list[int]] = []
         self._seen: list[Any] = []
 
-    def add(self, group: Mapping[str, Any], pieces: Mapping[Tensor, Sequence[Piece]]) -> None:
+    def add(self, group: Mapping[str, Any], pieces: Mapping[Tensor, Sequence[OwnedRows]]) -> None:
         """Note how a group's parameters are when they are divided."""
         self._groups.append([id(p) for p in group["params"]])
         for p in group["params"]:

@@ -75,7 +75,7 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 @dataclass
-class _Rank:
+class _RankLine:
     """A rank's actions, and the number of its line."""
 
     line: int
@@ -87,7 +87,7 @@ class _Lists:
     """All ranks' lines. Each action occurs once, and each chunk on one rank."""
 
     source: str
-    ranks: list[_Rank] = field(default_factory=list)
+    ranks: list[_RankLine] = field(default_factory=list)
     rank_of_chunk: dict[int, int] = field(default_factory=dict)
     found: dict[tuple[int, int], set[Kind]] = field(default_factory=dict)
 
@@ -137,7 +137,7 @@ def _parse(text: str, source: str) -> _Lists:
         if int(match[1]) != len(lists.ranks):
             expected = f"rank {len(lists.ranks)}"
             lists.fail(line, f"ranks are listed in order from 0: got rank {match[1]}: write {expected} here")
-        lists.ranks.append(_Rank(line))
+        lists.ranks.append(_RankLine(line))
         for word in match[2].split():
             _add(lists, word)
         if not lists.ranks[-1].actions:

@@ -155,12 +155,12 @@ def half_ring_time(num_bytes: float, num_ranks: int, bytes_per_time: float, late
 
 
 @dataclass(slots=True)
-class Event:
+class CausedSpan:
     """A span of a rank, and the event whose end let it begin."""
 
     rank: int
     span: Span
-    cause: Event | None
+    cause: CausedSpan | None
 
 
 @dataclass(slots=True)
@@ -170,7 +170,7 @@ class _Post:
     rank: int
     action: Action
     time: float
-    cause: Event | None
+    cause: CausedSpan | None
 
 
 @dataclass(slots=True)
@@ -189,7 +189,7 @@ class _Channel:
     bytes_per_time: float
     queue: deque[_Tensor] = field(default_factory=deque)
     free: float = 0.0
-    last: Event | None = None
+    last: CausedSpan | None = None
 
 
 class Links:
@@ -204,7 +204,7 @@ class Links:
         self._channels: dict[tuple[int, int], _Channel] = {}
         self._bytes: dict[tuple[bool, int], float] = {}
 
-    def post(self, rank: int, transfer: Action, time: float, cause: Event | None) -> list[Event]:
+    def post(self, rank: int, transfer: Action, time: float, cause: CausedSpan | None) -> list[CausedSpan]:
         """Post one side of a transfer.
 
         Returns: the transfers whose times are known now, each as two events, the sender's and the receiver's.
@@ -218,7 +218,7 @@ class Links:
         else:
             tensor.receive = post
             channel = self._channel(peer, rank)
-        begun: list[Event] = []
+        begun: list[CausedSpan] = []
         while channel.queue and channel.queue[0].receive is not None:
             begun += self._carry(channel, channel.queue.popleft())
         return begun
@@ -243,7 +243,7 @@ class Links:
             found = self._channels[source, destination] = _Channel(*self._costs.link(source, destination))
         return found
 
-    def _carry(self, channel: _Channel, tensor: _Tensor) -> tuple[Event, Event]:
+    def _carry(self, channel: _Channel, tensor: _Tensor) -> tuple[CausedSpan, CausedSpan]:
         """Compute the times of the next transfer of a channel, which both sides have posted."""
         send, receive = tensor.send, tensor.receive
         assert send is not None and receive is not None, "a transfer begins when both sides have posted it"
@@ -254,8 +254,8 @@ class Links:
             start, cause = channel.free, channel.last
         channel.free = start + self._num_bytes(send.action) / channel.bytes_per_time
         end = channel.free + channel.latency
-        channel.last = Event(send.rank, Span(send.action, start, end), cause)
-        return channel.last, Event(receive.rank, Span(receive.action, start, end), cause)
+        channel.last = CausedSpan(send.rank, Span(send.action, start, end), cause)
+        return channel.last, CausedSpan(receive.rank, Span(receive.action, start, end), cause)
 
     def _num_bytes(self, send: Action) -> float:
         is_forward, chunk, _ = tensor_of(send)

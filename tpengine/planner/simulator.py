@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from tpengine.plan.actions import COMPUTE, SENDS, TRANSFERS, Action, Kind
 from tpengine.plan.clock import RankTimeline, Span, Timeline
 from tpengine.plan.plan import Plan
-from tpengine.planner.costs import Costs, Event, Links, unit_costs
+from tpengine.planner.costs import CausedSpan, Costs, Links, unit_costs
 from tpengine.planner.memory import memory_curve
 
 
@@ -39,7 +39,7 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     Cost: linear in the number of actions.
     """
     known = unit_costs(plan) if costs is None else costs
-    machine = _Machine(plan, known)
+    machine = _Player(plan, known)
     machine.run()
     ranks = tuple(state.timeline() for state in machine.ranks)
     if known.holds_bytes:
@@ -50,7 +50,7 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
 
 
 @dataclass(slots=True)
-class _Rank:
+class _PlayedRank:
     """How far a rank has been played.
 
     Attributes:
@@ -64,10 +64,10 @@ class _Rank:
     actions: tuple[Action, ...]
     cursor: int = 0
     now: float = 0.0
-    cause: Event | None = None
+    cause: CausedSpan | None = None
     awaits: Action | None = None
-    done: dict[Action, Event] = field(default_factory=dict)
-    last_bucket: Event | None = None
+    done: dict[Action, CausedSpan] = field(default_factory=dict)
+    last_bucket: CausedSpan | None = None
     compute: list[Span] = field(default_factory=list)
     sends: list[Span] = field(default_factory=list)
     receives: list[Span] = field(default_factory=list)
@@ -79,7 +79,7 @@ class _Rank:
     def is_finished(self) -> bool:
         return self.cursor == len(self.actions)
 
-    def stand_until(self, time: float, cause: Event | None) -> None:
+    def stand_until(self, time: float, cause: CausedSpan | None) -> None:
         """Record a wait in the action at the cursor until `time`."""
         if time > self.now:
             self.waits.append(Span(self.actions[self.cursor], self.now, time))
@@ -98,12 +98,12 @@ class _Rank:
         )
 
 
-class _Machine:
+class _Player:
     """Plays all ranks until none can continue."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self.plan, self.costs = plan, costs
-        self.ranks = [_Rank(rank, actions) for rank, actions in enumerate(plan.actions)]
+        self.ranks = [_PlayedRank(rank, actions) for rank, actions in enumerate(plan.actions)]
         self.links = Links(plan, costs)
         # By TIE_REDUCE or CLIP: its members, and those that have arrived.
         self.members: dict[Action, tuple[int, ...]] = {Action(Kind.CLIP): tuple(range(plan.num_ranks))}
@@ -112,7 +112,7 @@ class _Machine:
             self.members[Action(Kind.TIE_REDUCE, index=tie.index)] = tuple(dict.fromkeys(plan.tie_ranks(tie)))
         self.arrived: dict[Action, set[int]] = {}
         self.movable = list(reversed(range(plan.num_ranks)))
-        self.last: Event | None = None
+        self.last: CausedSpan | None = None
         self._durations: dict[tuple[Kind, int | None], float] = {}
 
     def run(self) -> None:
@@ -133,7 +133,7 @@ class _Machine:
             event = event.cause
         return tuple(reversed(path))
 
-    def _play(self, state: _Rank, action: Action) -> bool:
+    def _play(self, state: _PlayedRank, action: Action) -> bool:
         """Play the action at a rank's cursor; return False if the rank is blocked in it."""
         kind = action.kind
         if kind in COMPUTE or kind is Kind.STEP:
@@ -148,11 +148,11 @@ class _Machine:
             self._start_bucket(state, action, state.now, state.cause)
         return True
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: CausedSpan) -> None:
         if self.last is None or event.span.end > self.last.span.end:
             self.last = event
 
-    def _compute(self, state: _Rank, action: Action) -> None:
+    def _compute(self, state: _PlayedRank, action: Action) -> None:
         key = action.kind, action.chunk
         duration = self._durations.get(key)
         if duration is None:
@@ -163,7 +163,7 @@ class _Machine:
             duration += self.costs.reduce_share * moved
         for gather in action.gathers:
             self._start_bucket(state, gather, state.now, state.cause)
-        event = Event(state.rank, Span(action, state.now, state.now + duration), state.cause)
+        event = CausedSpan(state.rank, Span(action, state.now, state.now + duration), state.cause)
         self._note(event)
         state.compute.append(event.span)
         reduces = action.reduces
@@ -171,7 +171,7 @@ class _Machine:
             self._start_bucket(state, sub, state.now + duration * ((k + 1) / len(reduces)), event)
         state.now, state.cause = event.span.end, event
 
-    def _start_bucket(self, state: _Rank, action: Action, time: float, cause: Event | None) -> None:
+    def _start_bucket(self, state: _PlayedRank, action: Action, time: float, cause: CausedSpan | None) -> None:
         """Put a gather or reduction on their stream. Nothing waits for a FREE."""
         if action.kind is Kind.FREE:
             return
@@ -180,14 +180,14 @@ class _Machine:
             time, cause = before.span.end, before
         is_reduce = action.kind is Kind.REDUCE
         duration = (self.costs.reductions if is_reduce else self.costs.gathers).get(action.index or 0, 0.0)
-        event = Event(state.rank, Span(action, time, time + duration), cause)
+        event = CausedSpan(state.rank, Span(action, time, time + duration), cause)
         self._note(event)
         state.last_bucket = event
         (state.reductions if is_reduce else state.gathers).append(event.span)
         state.done[action] = event
 
-    def _wait(self, state: _Rank, action: Action) -> bool:
-        last: Event | None = None
+    def _wait(self, state: _PlayedRank, action: Action) -> bool:
+        last: CausedSpan | None = None
         for sub in action.subs:
             event = state.done.get(sub)
             if event is None:
@@ -199,7 +199,7 @@ class _Machine:
         state.stand_until(last.span.end, last)
         return True
 
-    def _post(self, state: _Rank, transfer: Action) -> None:
+    def _post(self, state: _PlayedRank, transfer: Action) -> None:
         for event in self.links.post(state.rank, transfer, state.now, state.cause):
             peer, action = self.ranks[event.rank], event.span.action
             self._note(event)
@@ -209,7 +209,7 @@ class _Machine:
                 peer.awaits = None
                 self.movable.append(event.rank)
 
-    def _meet(self, state: _Rank, action: Action) -> bool:
+    def _meet(self, state: _PlayedRank, action: Action) -> bool:
         """Record that a rank has arrived; the last one plays the action for all members."""
         state.awaits = action
         if action not in self.members:
@@ -247,7 +247,7 @@ class _Machine:
                 return f"{text}, which has ended"
         return text
 
-    def _missing(self, state: _Rank) -> tuple[Action, int]:
+    def _missing(self, state: _PlayedRank) -> tuple[Action, int]:
         """Return what a rank is blocked on, and the rank that has not begun it, which may be the rank itself."""
         awaited = state.awaits
         assert awaited is not None, "an unfinished rank is blocked on something"

@@ -47,7 +47,7 @@ FILE_NAME = "skipped.jsonl"
 
 
 @dataclass(frozen=True)
-class Finding:
+class FirstNonFinite:
     """The first tensor that was not finite.
 
     Attributes:
@@ -69,7 +69,7 @@ class Finding:
         return f"{self.tensor}{layer}{micro_batch}{accident}"
 
 
-def find_first(train_step: TrainStep, step: int) -> Finding:
+def find_first(train_step: TrainStep, step: int) -> FirstNonFinite:
     """Find what was not finite first in the step that has just been skipped; collective, equal on all ranks.
 
     Args:
@@ -88,11 +88,11 @@ def find_first(train_step: TrainStep, step: int) -> Finding:
     events = [tuple(event) for event in all_gather_json(probe.first) if event is not None]
     if events:
         micro_batch, _, _, name = min(events)
-        return Finding(name, _layer_of(name), None if micro_batch == _BEFORE_ALL else micro_batch)
+        return FirstNonFinite(name, _layer_of(name), None if micro_batch == _BEFORE_ALL else micro_batch)
     # All elements were finite: then a square or a sum of squares overflowed.
     again = _overflowing(train_step)
     name = f"the norm of the gradient of {again or before}" if again or before else "the loss"
-    return Finding(name, _layer_of(name), None, again=bool(again))
+    return FirstNonFinite(name, _layer_of(name), None, again=bool(again))
 
 
 class _Probe:

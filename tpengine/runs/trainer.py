@@ -19,7 +19,7 @@ from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Residency
 from tpengine.training.next_phase import enter_phase
 from tpengine.training.planned_run import PlannedRun, planned_run
-from tpengine.training.samples import Corpus, Position
+from tpengine.training.samples import Corpus, SamplePosition
 from tpengine.training.train_state import RankContext, TrainState
 from tpengine.training.train_step import TrainStep
 
@@ -99,12 +99,14 @@ class Trainer:
         """End the thread that reads ahead; a step that follows on this reads again."""
         self.step.close()
 
-    def position(self, step: int) -> Position:
+    def position(self, step: int) -> SamplePosition:
         """Return where the run is in its samples before a step; those of rollbacks are left out."""
         phase = self.planned.phases.at(step)
-        return Position(phase.order, phase.samples_before(step), left_out(self.state.rollbacks).get(phase.order, ()))
+        return SamplePosition(
+            phase.order, phase.samples_before(step), left_out(self.state.rollbacks).get(phase.order, ())
+        )
 
-    def position_after(self, step: int) -> Position:
+    def position_after(self, step: int) -> SamplePosition:
         """Return where the run is, in the order of samples of a step's phase, after that step."""
         return self.position(step).after(self.planned.phases.at(step).samples_per_step)
 

@@ -22,7 +22,7 @@ from tpengine.checkpoint.index import Index
 from tpengine.checkpoint.load import load
 from tpengine.checkpoint.resume import Checkpoint
 from tpengine.checkpoint.rollbacks import rollback_of
-from tpengine.checkpoint.storage import Block, Blocks, parts_of
+from tpengine.checkpoint.storage import Blocks, SavedBlock, parts_of
 from tpengine.layout.parameters import EMBEDDING, HEAD, Piece
 from tpengine.layout.slices import boxes_of
 from tpengine.model.transformer import Transformer
@@ -37,15 +37,15 @@ def hf_name(name: str) -> str:
     return name if name == HEAD else f"model.{name}"
 
 
-def blocks_of(state: TrainState) -> dict[str, Block | Blocks]:
+def blocks_of(state: TrainState) -> dict[str, SavedBlock | Blocks]:
     """Return every block that this rank holds, by the name it is saved under; the tensors are the state's own."""
-    parts: dict[str, list[Block]] = defaultdict(list)
+    parts: dict[str, list[SavedBlock]] = defaultdict(list)
     for name, block in _blocks(state):
         parts[name].append(block)
     return {name: found[0] if len(found) == 1 else Blocks(tuple(found)) for name, found in parts.items()}
 
 
-def masters_of(state: TrainState) -> Iterator[tuple[str, Block]]:
+def masters_of(state: TrainState) -> Iterator[tuple[str, SavedBlock]]:
     """Yield what the optimizer of this rank updates, as boxes of parameters without padding, by the parameter's name.
 
     The tensors are the optimizer's own. After they have been filled, `state.optimizer.round_masters` must be called.
@@ -57,7 +57,7 @@ def masters_of(state: TrainState) -> Iterator[tuple[str, Block]]:
                 yield piece.spec.name, block
 
 
-def weights_of_model(model: Transformer) -> Iterator[tuple[str, Block]]:
+def weights_of_model(model: Transformer) -> Iterator[tuple[str, SavedBlock]]:
     """Yield what this rank holds of each parameter, without padding, by the parameter's name."""
     for name, piece in model.pieces.items():
         yield piece.spec.name, _block(piece, model.held[name].detach(), piece.block[0], False)
@@ -103,16 +103,16 @@ def load_weights(state: TrainState, directory: Path, index: Index) -> None:
     load_blocks(((name, block) for name, block in blocks if not name.startswith("optimizer.")), directory, index)
 
 
-def load_blocks(blocks: Iterable[tuple[str, Block]], directory: Path, index: Index) -> None:
+def load_blocks(blocks: Iterable[tuple[str, SavedBlock]], directory: Path, index: Index) -> None:
     """Fill blocks of weights, each by its name in checkpoints, as load_weights does; collective."""
-    wanted: dict[str, tuple[Block, ...]] = defaultdict(tuple)
+    wanted: dict[str, tuple[SavedBlock, ...]] = defaultdict(tuple)
     for name, block in blocks:
         wanted[MASTER + name if MASTER + name in index.tensors else name] += (block,)
     # One call, since every call hashes every file.
     load(directory, index, {name: Blocks(parts) for name, parts in wanted.items()}, converts=True)
 
 
-def _blocks(state: TrainState) -> Iterator[tuple[str, Block]]:
+def _blocks(state: TrainState) -> Iterator[tuple[str, SavedBlock]]:
     for place, (name, piece) in enumerate(state.model.pieces.items()):
         if name not in state.weights:
             continue
@@ -126,7 +126,7 @@ def _blocks(state: TrainState) -> Iterator[tuple[str, Block]]:
                 yield f"optimizer.{kind}.{saved}", block
 
 
-def _boxes(piece: Piece, tensor: Tensor, part: slice | None, stored: bool) -> Iterator[Block]:
+def _boxes(piece: Piece, tensor: Tensor, part: slice | None, stored: bool) -> Iterator[SavedBlock]:
     """Yield the blocks of a piece: itself, or the boxes of the part of its elements that `tensor` holds."""
     offset, size = piece.block
     if part is None:
@@ -137,14 +137,14 @@ def _boxes(piece: Piece, tensor: Tensor, part: slice | None, stored: bool) -> It
         yield _block(piece, tensor[box.within].view(box.size), at, stored)
 
 
-def _block(piece: Piece, tensor: Tensor, offset: tuple[int, ...], stored: bool) -> Block:
+def _block(piece: Piece, tensor: Tensor, offset: tuple[int, ...], stored: bool) -> SavedBlock:
     spec = piece.spec
     if spec.valid_rows is None:
-        return Block(tensor, offset, spec.shape, stored)
+        return SavedBlock(tensor, offset, spec.shape, stored)
     # Where all rows are padding the block is empty.
     num_rows = min(max(spec.valid_rows - offset[0], 0), tensor.shape[0])
     offset = (min(offset[0], spec.valid_rows), *offset[1:])
-    return Block(tensor[:num_rows], offset, spec.stored_shape, stored and num_rows > 0)
+    return SavedBlock(tensor[:num_rows], offset, spec.stored_shape, stored and num_rows > 0)
 
 
 def _stores(state: TrainState, piece: Piece, place: int) -> bool:

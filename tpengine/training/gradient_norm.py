@@ -21,7 +21,7 @@ from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.clip import square_sums
 
 from tpengine.layout.parameters import EMBEDDING, Piece, pieces_of, stage_specs
-from tpengine.layout.slices import BLOCK, Part
+from tpengine.layout.slices import BLOCK, SlicePart
 from tpengine.model.transformer import Transformer
 
 
@@ -45,7 +45,7 @@ class GradientNorm:
         self,
         model: Transformer,
         gradients: Mapping[str, Tensor],
-        parts: Mapping[str, Part] | None,
+        parts: Mapping[str, SlicePart] | None,
         *,
         exact: bool,
         device: torch.device,

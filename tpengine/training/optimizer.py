@@ -164,7 +164,7 @@ class AdamW:
         self.reads_factor = any(by_triton(master) for master in self.masters.values())
         # All tensors that a launch can take together: those with copies, and those without.
         kinds = [[name for name in self.masters if (name in self._copies) == narrow] for narrow in (True, False)]
-        self._tables = [_Table.of(names, self.masters, decayed) for names in kinds if names and self.reads_factor]
+        self._tables = [_TensorTable.of(names, self.masters, decayed) for names in kinds if names and self.reads_factor]
 
     def use(self, config: OptimConfig) -> None:
         """Go on with other betas, eps and weight decay."""
@@ -229,7 +229,7 @@ class AdamW:
             self._update_by_torch(names, {**numbers, "weight_decay": weight_decay}, update, skip)
 
     def _update_at_once(
-        self, table: _Table, rows: Sequence[AdamWNumbers], skip: Tensor | None, factor: Tensor | None
+        self, table: _TensorTable, rows: Sequence[AdamWNumbers], skip: Tensor | None, factor: Tensor | None
     ) -> None:
         """Update the tensors of a table, whose rows have these numbers where weights decay and where they do not."""
         table.fill(rows)
@@ -275,7 +275,7 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class _Table:
+class _TensorTable:
     """The numbers of the tensors that a launch takes together.
 
     Attributes:
@@ -289,7 +289,7 @@ class _Table:
     row_of: Tensor
 
     @classmethod
-    def of(cls, names: Sequence[str], masters: Mapping[str, Tensor], decayed: Collection[str]) -> _Table:
+    def of(cls, names: Sequence[str], masters: Mapping[str, Tensor], decayed: Collection[str]) -> _TensorTable:
         size = len(names), len(AdamWNumbers._fields)
         numbers = torch.zeros(size, dtype=torch.float64, device=masters[names[0]].device)
         return cls(names, numbers, torch.tensor([int(name not in decayed) for name in names]))

@@ -1,4 +1,4 @@
-"""What training asks of a text: samples, read by their numbers, and where a run is in their order (Position). No torch.
+"""What training asks of a text: samples, read by their numbers, and where a run is in their order. No torch.
 
 A position says which order, how many of it were read, and what is left out:
 
@@ -28,7 +28,7 @@ PackedBatch = tuple[NDArray[np.int64], NDArray[np.int64], list[NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Position:
+class SamplePosition:
     """A place in an order of samples.
 
     Attributes:
@@ -54,7 +54,7 @@ class Position:
                 )
             end = last
 
-    def after(self, num_samples: int) -> Position:
+    def after(self, num_samples: int) -> SamplePosition:
         """Return the position after so many more samples."""
         return replace(self, consumed=self.consumed + num_samples)
 
@@ -110,7 +110,7 @@ class SampleReader(Protocol):
 class TrainingSamples(SampleReader, Protocol):
     """What a run trains on."""
 
-    def progress(self, position: Position) -> dict[str, float]:
+    def progress(self, position: SamplePosition) -> dict[str, float]:
         """Return what a row of metrics says of the sources at a position; nothing of a text."""
 
 

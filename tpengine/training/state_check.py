@@ -44,7 +44,7 @@ def check_finite(state: TrainState) -> None:
 
     Cost: one pass over the state, and a maximum over ranks of one number.
     """
-    places = _Places(state)
+    places = _ShardNumbers(state)
     found = list(_tensors(state))
     # Where replicas own slices, one may own nothing.
     each = [torch.stack(torch.aminmax(tensor)).isfinite().all() for _, _, tensor in found]
@@ -77,7 +77,7 @@ def check_replicas(state: TrainState, num_steps: int, *, masters_only: bool = Fa
         return
     _check_what_forward_reads(state, num_steps)
     # Hash: every tensor at the place that it has on all ranks.
-    places, link = _Places(state), link_device(state.rank.device)
+    places, link = _ShardNumbers(state), link_device(state.rank.device)
     mine = torch.full((places.num,), _NO_HASH, dtype=torch.int64, device=state.rank.device)
     for kind, name, tensor in _tensors(state, masters_only):
         mine[places.of(kind, name)] = bits_hash(tensor)
@@ -107,7 +107,7 @@ def _check_what_forward_reads(state: TrainState, num_steps: int) -> None:
     """Check that the weights which forward reads are those that replicas own and update (ZeRO); collective."""
     if state.sliced is None:
         return
-    places = _Places(state)
+    places = _ShardNumbers(state)
     wrong = state.sliced.moved()
     for name, weight in state.weights.items():
         master = state.optimizer.masters[name]
@@ -145,7 +145,7 @@ def bits_hash(tensor: Tensor) -> Tensor:
     return (sums * _odd(torch.arange(_COLUMNS, _COLUMNS + sums.numel(), device=words.device))).sum()
 
 
-class _Places:
+class _ShardNumbers:
     """Numbers the shards of all ranks' state: by kind, then in the parameter table's order, then by shard.
 
     Where replicas own slices (ZeRO), each has places of its own: only ranks inside a replica hold the same.

@@ -28,8 +28,7 @@ from tpengine.layers import vocab_parallel_cross_entropy
 from tpengine.layers.dropout import Position
 from tpengine.layers.rows import Documents
 from tpengine.training.ahead import ReadAhead, StepSamples
-from tpengine.training.samples import Position as SamplePosition
-from tpengine.training.samples import SampleReader, first_sample_index
+from tpengine.training.samples import SamplePosition, SampleReader, first_sample_index
 
 READING = "reading its text"
 """What a rank does while it waits for its samples; it then waits for no other rank."""

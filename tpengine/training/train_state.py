@@ -25,7 +25,7 @@ from tpengine.distributed.process import make_deterministic
 from tpengine.layers.column import declare_places
 from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
 from tpengine.layout.parameters import BucketLayout, decays, in_order_of_packing
-from tpengine.layout.slices import BlockCut, Cut
+from tpengine.layout.slices import BlockCut, BucketCut
 from tpengine.layout.step_plan import Layout, reduced_of, weights_of
 from tpengine.model.exact import Shards
 from tpengine.model.meta_modules import Uninitialized
@@ -87,7 +87,7 @@ def _fast(
         device=device,
     )
     model, buckets = _model(config, layout, mesh, parts), layout.buckets_of(mesh.at.pp)
-    cuts = {index: Cut(bucket, comms.dp.size) for index, bucket in buckets.items()}
+    cuts = {index: BucketCut(bucket, comms.dp.size) for index, bucket in buckets.items()}
     sliced = _sliced(config, layout, model, cuts, comms)
     gradients = fast_step_gradients(
         buckets,
@@ -128,7 +128,7 @@ def _exact(
         members.setdefault(bucket_of[name], []).append(name)
     blocks = {name: BlockCut.of(name, parameter.numel(), comms.dp.size) for name, parameter in model.held.items()}
     cuts = {
-        index: Cut(
+        index: BucketCut(
             BucketLayout(("dp",), tuple(names), tuple(model.held[name].numel() for name in names)),
             comms.dp.size,
             blocks,
@@ -156,7 +156,7 @@ def _exact(
 
 
 def _sliced(
-    config: Config, layout: Layout, model: Transformer, cuts: Mapping[int, Cut], comms: Communicators
+    config: Config, layout: Layout, model: Transformer, cuts: Mapping[int, BucketCut], comms: Communicators
 ) -> WeightBuckets | None:
     """Lay the weights into buckets, if replicas own slices of them."""
     if not layout.zero:

@@ -37,7 +37,7 @@ from tpengine.plan.actions import COMPUTE
 from tpengine.training.gradient_norm import GradientNorm
 from tpengine.training.optimizer import clip_
 from tpengine.training.planned_run import RunError
-from tpengine.training.samples import Position
+from tpengine.training.samples import SamplePosition
 from tpengine.training.spikes import Limits, StepResult
 from tpengine.training.step_batch import READING, BatchReader, TrainingBatch
 from tpengine.training.train_state import TrainState
@@ -160,7 +160,7 @@ class TrainStep:
         self,
         state: TrainState,
         rate: Callable[[int], float],
-        position: Callable[[int], Position],
+        position: Callable[[int], SamplePosition],
         trace: Trace | None = None,
     ) -> None:
         self.state, self._rate, self._lr = state, rate, 0.0

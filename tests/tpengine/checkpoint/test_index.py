@@ -27,7 +27,7 @@ from tpengine.checkpoint.index import (
     DamagedCheckpoint,
     FileEntry,
     Index,
-    Piece,
+    SavedPiece,
     TensorEntry,
     check_file,
     hash_file,
@@ -56,11 +56,11 @@ def cut_tensors(draw: st.DrawFn, files: list[str]) -> TensorEntry:
     pieces = []
     for number, cell in enumerate(itertools.product(*intervals)):
         offset, extent = tuple(start for start, _ in cell), tuple(end - start for start, end in cell)
-        pieces.append(Piece(offset, extent, draw(st.sampled_from(files)), f"piece {number}"))
+        pieces.append(SavedPiece(offset, extent, draw(st.sampled_from(files)), f"piece {number}"))
     return TensorEntry(draw(st.sampled_from(DTYPES)), shape, tuple(draw(st.permutations(pieces))))
 
 
-def covered_by_counting(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
+def covered_by_counting(shape: tuple[int, ...], pieces: list[SavedPiece]) -> bool:
     """Whether every element lies in one piece: each is counted."""
     counts = np.zeros(shape, dtype=int)
     for piece in pieces:
@@ -68,7 +68,7 @@ def covered_by_counting(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
     return bool((counts == 1).all())
 
 
-def is_accepted(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
+def is_accepted(shape: tuple[int, ...], pieces: list[SavedPiece]) -> bool:
     written = {
         "files": {A: {"num_bytes": 1, "sha256": "0"}},
         "tensors": {"w": asdict(TensorEntry("F32", shape, tuple(pieces)))},
@@ -104,7 +104,7 @@ def test_pieces_cover_their_tensor_exactly_once(entry: TensorEntry, data: st.Dat
 def test_pieces_that_no_row_of_cuts_separates() -> None:
     """Four boxes around a fifth; two of them exchanged for boxes of the same volume."""
     wheel = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
-    pieces = [Piece(offset, size, A, str(i)) for i, (offset, size) in enumerate(wheel)]
+    pieces = [SavedPiece(offset, size, A, str(i)) for i, (offset, size) in enumerate(wheel)]
     assert is_accepted((3, 3), pieces)
     for i, other in itertools.permutations(range(5), 2):
         wrong = list(pieces)
@@ -116,7 +116,7 @@ def test_checking_takes_steps_in_proportion_to_the_pieces() -> None:
     """Counted as lines of the index's module that run: twice the pieces, at most 2.2 times the lines."""
     counts = []
     for num in (400, 800):
-        pieces = [Piece((i, 0), (1, 4), A, str(i)) for i in range(num)]
+        pieces = [SavedPiece((i, 0), (1, 4), A, str(i)) for i in range(num)]
         lines = 0
 
         def count(frame: Any, event: str, _: object) -> Any:
@@ -163,8 +163,10 @@ def small(directory: Path) -> Index:
     (directory / A).write_bytes(b"one file")
     (directory / B).write_bytes(b"another")
     tensors = {
-        "w": TensorEntry("F32", (4, 3), (Piece((0, 0), (2, 3), A, "w@0,0"), Piece((2, 0), (2, 3), B, "w@2,0"))),
-        "s": TensorEntry("BF16", (), (Piece((), (), A, "s@"),)),
+        "w": TensorEntry(
+            "F32", (4, 3), (SavedPiece((0, 0), (2, 3), A, "w@0,0"), SavedPiece((2, 0), (2, 3), B, "w@2,0"))
+        ),
+        "s": TensorEntry("BF16", (), (SavedPiece((), (), A, "s@"),)),
     }
     files = {name: hash_file(directory / name) for name in (A, B)}
     index = Index(7, tensors, files, {"path": "h\u00e9", "lr": 1e-05})

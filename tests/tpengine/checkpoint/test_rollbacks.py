@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tpengine.checkpoint.rollbacks import Rollback, joined, left_out, read_rollbacks, write_rollbacks
-from tpengine.data import Position
+from tpengine.data import SamplePosition
 
 FIRST = Rollback(9, 4, 0, ((36, 40),), 8.5, 3.25)
 SECOND = Rollback(20, 12, 0, ((30, 36), (40, 42)), 1 / 3, 0.1)
@@ -23,7 +23,7 @@ def test_a_list_comes_back_with_all_bits(tmp_path: Path) -> None:
 def test_ranges_of_each_order_are_merged_as_a_position_takes_them() -> None:
     found = left_out([FIRST, SECOND, OTHER])
     assert found == {0: ((30, 42),), 2: ((8, 16),)}
-    assert Position(0, 0, found[0]).samples(29, 2).tolist() == [29, 42]
+    assert SamplePosition(0, 0, found[0]).samples(29, 2).tolist() == [29, 42]
     assert left_out([]) == {}
 
 

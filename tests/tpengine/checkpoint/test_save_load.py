@@ -27,7 +27,7 @@ from tpengine.checkpoint.directory import CheckpointDirectory
 from tpengine.checkpoint.index import CheckpointError, FileEntry, read_index, write_index
 from tpengine.checkpoint.load import load
 from tpengine.checkpoint.save import Saver
-from tpengine.checkpoint.storage import Block
+from tpengine.checkpoint.storage import SavedBlock
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
 SHAPES: tuple[tuple[int, ...], ...] = ((), (5,), (7, 5), (2, 3), (3, 1, 4), (64, 33))
@@ -55,14 +55,14 @@ def bounds_of(cut: str, shape: tuple[int, ...], world: int, rank: int) -> Bounds
     return offset, tuple(end - start if d == dim else size for d, size in enumerate(shape))
 
 
-def block_of(values: Tensor, cut: str) -> Block:
+def block_of(values: Tensor, cut: str) -> SavedBlock:
     """This rank's block of the values, in every other element of a larger tensor; the last of its holders stores it."""
     world, rank, shape = dist.get_world_size(), dist.get_rank(), tuple(values.shape)
     offset, extent = bounds_of(cut, shape, world, rank)
     holders = [r for r in range(world) if bounds_of(cut, shape, world, r) == (offset, extent)]
     tensor = torch.zeros((*extent, 2), dtype=values.dtype)[..., 0]
     tensor.copy_(values[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))])
-    return Block(tensor, offset, shape, stored=rank == holders[-1])
+    return SavedBlock(tensor, offset, shape, stored=rank == holders[-1])
 
 
 def all_tensors() -> Iterator[tuple[str, Tensor]]:
@@ -193,12 +193,12 @@ def test_nothing_is_pickled(ranks: RankPool, tmp_path: Path) -> None:
     assert all(path.suffix == ".safetensors" or path.name == "index.json" for path in files)
 
 
-def numbered(step: int) -> dict[str, Block]:
+def numbered(step: int) -> dict[str, SavedBlock]:
     """A matrix cut by rows and a whole vector that rank 0 stores, both full of the step."""
     num_rows = 4 // dist.get_world_size()
     matrix = torch.full((num_rows, 3), float(step))
-    vector = Block.whole(torch.full((6,), -float(step)), stored=dist.get_rank() == 0)
-    return {"matrix": Block(matrix, (num_rows * dist.get_rank(), 0), (4, 3)), "vector": vector}
+    vector = SavedBlock.whole(torch.full((6,), -float(step)), stored=dist.get_rank() == 0)
+    return {"matrix": SavedBlock(matrix, (num_rows * dist.get_rank(), 0), (4, 3)), "vector": vector}
 
 
 def loaded_step(directory: CheckpointDirectory) -> int:
@@ -337,13 +337,13 @@ def save_one(path: str) -> None:
 
 
 SHARD_0, SHARD_1 = "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"
-OF_ANOTHER_MODEL: dict[str, Callable[[], dict[str, Block]]] = {
-    "a missing tensor": lambda: {"another": Block.whole(torch.zeros(2))},
-    "another shape": lambda: {"vector": Block.whole(torch.zeros(7))},
-    "other dims": lambda: {"vector": Block.whole(torch.zeros(1, 6))},
-    "another dtype": lambda: {"vector": Block.whole(torch.zeros(6, dtype=torch.bfloat16))},
+OF_ANOTHER_MODEL: dict[str, Callable[[], dict[str, SavedBlock]]] = {
+    "a missing tensor": lambda: {"another": SavedBlock.whole(torch.zeros(2))},
+    "another shape": lambda: {"vector": SavedBlock.whole(torch.zeros(7))},
+    "other dims": lambda: {"vector": SavedBlock.whole(torch.zeros(1, 6))},
+    "another dtype": lambda: {"vector": SavedBlock.whole(torch.zeros(6, dtype=torch.bfloat16))},
     # The other rank cannot notice, and must not wait.
-    "another shape on rank 1": lambda: {"vector": Block.whole(torch.zeros(7))} if dist.get_rank() else {},
+    "another shape on rank 1": lambda: {"vector": SavedBlock.whole(torch.zeros(7))} if dist.get_rank() else {},
 }
 
 

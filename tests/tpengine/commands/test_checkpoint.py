@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tpengine.checkpoint.resume import checkpoints_of
-from tpengine.checkpoint.storage import Block, Blocks, Writer
+from tpengine.checkpoint.storage import Blocks, SavedBlock, Writer
 from tpengine.cli import main
 
 TENSORS: Mapping[str, Tensor] = {
@@ -40,10 +40,10 @@ def save(run: Path, step: int, tensors: Mapping[str, Tensor] = TENSORS, num_rank
             rows = torch.arange(len(tensor) if tensor.dim() else 1).tensor_split(num_ranks)[rank]
             if tensor.dim() == 0:
                 if rank == 0:
-                    blocks[name] = Blocks((Block.whole(tensor),))
+                    blocks[name] = Blocks((SavedBlock.whole(tensor),))
             elif len(rows):
                 offset = (int(rows[0]), *(0,) * (tensor.dim() - 1))
-                blocks[name] = Blocks((Block(tensor[rows].contiguous(), offset, tuple(tensor.shape)),))
+                blocks[name] = Blocks((SavedBlock(tensor[rows].contiguous(), offset, tuple(tensor.shape)),))
         written.append(json.loads(json.dumps(writer.write(f"rank-{rank}.safetensors", blocks))))
     writer.finish(written)
     return checkpoints_of(run).of_step(step)

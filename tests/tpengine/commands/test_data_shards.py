@@ -23,7 +23,7 @@ from tpengine.commands import data_shards, data_write
 from tpengine.commands.data_shards import ShardWriter
 from tpengine.data import encode, open_source, open_tokens
 from tpengine.data.documents import BEGINNING
-from tpengine.data.encode import Chunk
+from tpengine.data.encode import TokenChunk
 from tpengine.data.source_files import About
 
 
@@ -199,7 +199,7 @@ def test_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 def test_ids_above_16_bits(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "t", 70_000, About(), "", [""]) as writer:
-        writer.add(Chunk(np.array([65_535, 65_536, 69_999, 0], dtype=np.uint32), [4], [BEGINNING]))
+        writer.add(TokenChunk(np.array([65_535, 65_536, 69_999, 0], dtype=np.uint32), [4], [BEGINNING]))
         writer.finish()
     file = open_tokens(tmp_path / "t")
     assert file.tokens[:].tolist() == [65_535, 65_536, 69_999, 0] and file.about is not None
@@ -208,7 +208,7 @@ def test_ids_above_16_bits(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="below vocab_size: got 70000"),
         ShardWriter(tmp_path / "u", 70_000, About(), "", []) as w,
     ):
-        w.add(Chunk(np.array([70_000, 1], dtype=np.uint32), [2], [BEGINNING]))
+        w.add(TokenChunk(np.array([70_000, 1], dtype=np.uint32), [2], [BEGINNING]))
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 

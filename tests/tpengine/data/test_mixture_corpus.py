@@ -11,7 +11,7 @@ import pytest
 from support.mixtures import APART, mixed_config, write_mixture
 
 from tpengine.config import Config, phases_of, validate_run
-from tpengine.data import Position, ReadAhead, change_of, open_corpora, open_corpus, write_tokens
+from tpengine.data import ReadAhead, SamplePosition, change_of, open_corpora, open_corpus, write_tokens
 from tpengine.data.mixture_corpus import MixtureCorpus
 from tpengine.data.mixture_samples import evenly
 from tpengine.data.source_files import About
@@ -25,7 +25,7 @@ def test_a_mixture_read_ahead_has_the_samples_of_one_that_is_not(tmp_path: Path,
     """The same where a run is resumed, with steps of another size, and where samples are left out."""
     path = write_mixture(tmp_path, [[3, 9, 14] * 40, [5, 30] * 20], [0.7, 0.3])
     config = mixed_config(path, 2, seq_len=8, packing=packing)
-    position = Position()
+    position = SamplePosition()
     for begins_with, size, left_out in ((0, 6, ()), (5, 3, ()), (12, 6, ((80, 90), (95, 96)))):
         # A resumed run opens its text anew, and knows nothing but how many samples were read.
         samples = open_corpus(config).train
@@ -107,7 +107,11 @@ def test_a_source_that_is_used_up_is_refused_with_the_steps_that_it_lasts(tmp_pa
 def test_shares_and_epochs_so_far_leave_out_what_was_left_out(tmp_path: Path) -> None:
     train = opened(mixture_of(tmp_path, [3, 1])).train
     sources, _ = train.place(np.arange(3000))
-    for position in (Position(0, 40), Position(0, 2100), Position(0, 500, ((10, 30), (450, 1500), (1530, 1531)))):
+    for position in (
+        SamplePosition(0, 40),
+        SamplePosition(0, 2100),
+        SamplePosition(0, 500, ((10, 30), (450, 1500), (1530, 1531))),
+    ):
         counts = np.bincount(sources[replace(position, consumed=0).samples(0, position.consumed)], minlength=2)
         assert train.counts(position) == tuple(counts.tolist())
         assert train.progress(position) == {
@@ -116,7 +120,7 @@ def test_shares_and_epochs_so_far_leave_out_what_was_left_out(tmp_path: Path) ->
             "share/s1": counts[1] / position.consumed,
             "epochs/s1": counts[1] / 7,
         }
-    assert set(train.progress(Position()).values()) == {0.0}
+    assert set(train.progress(SamplePosition()).values()) == {0.0}
 
 
 def test_each_source_and_each_phase_has_an_order_of_its_own(tmp_path: Path) -> None:

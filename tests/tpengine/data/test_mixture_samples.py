@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tpengine.commands.data_check import fit_data
 from tpengine.config import IGNORED_LABEL, Config, ParallelConfig, phases_of, validate_run
-from tpengine.data import Corpus, Position, open_corpora
+from tpengine.data import Corpus, SamplePosition, open_corpora
 from tpengine.data.mixture import Mixture, read_table
 from tpengine.data.mixture_corpus import MixtureCorpus
 from tpengine.data.mixture_samples import MixtureSamples
@@ -112,7 +112,7 @@ def step_of(config: Config, corpus: Corpus, layout: tuple[int, int, int], step: 
             mesh,
             (0, 0),
             torch.device("cpu"),
-            lambda step: Position(phase.order, phase.samples_before(step)),
+            lambda step: SamplePosition(phase.order, phase.samples_before(step)),
         )
         batch = reader.read(step)
         assert not batch.error

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tpengine.data import open_tokens, write_tokens
-from tpengine.data.documents import Documents
+from tpengine.data.documents import DocumentReader
 from tpengine.data.encode import bytes_of
 
 HEADER = struct.Struct("<8sIIQQ")
@@ -128,7 +128,7 @@ def test_a_failing_disk_is_one_line_and_leaves_the_old_file(
 def test_a_source_that_fails_is_not_taken_for_the_output(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(b"text")
-    documents = Documents([tmp_path / "a", tmp_path / "b"])
+    documents = DocumentReader([tmp_path / "a", tmp_path / "b"])
     (tmp_path / "b").unlink()
     with pytest.raises(ValueError) as error:
         write_tokens(tmp_path / "t", (chunk.ids for chunk in bytes_of(documents)), 256)

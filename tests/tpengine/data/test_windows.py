@@ -13,16 +13,16 @@ import pytest
 from support.architectures.trained_tokenizers import KINDS, hard_text, long_words, saved_tokenizer
 
 from tpengine.data import windows as module
-from tpengine.data.windows import Joining, Part, cut, encoded
+from tpengine.data.windows import Joining, TextPart, cut, encoded
 from tpengine.tokenizer import TextTokenizer
 
 WHOLE, SIZE, OVERLAP = 700, 400, 96
 
 
-def parts_of(text: str, *places: int) -> list[Part]:
+def parts_of(text: str, *places: int) -> list[TextPart]:
     """A document's parts, cut at these places."""
     borders = [0, *places, len(text)]
-    return [Part(text[a:b], a == 0, b == len(text), Path("some.txt")) for a, b in pairwise(borders)]
+    return [TextPart(text[a:b], a == 0, b == len(text), Path("some.txt")) for a, b in pairwise(borders)]
 
 
 def joined(tokenizer: TextTokenizer, text: str) -> tuple[list[int], int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tpengine.data_parallel.bucket import Bucket
+from tpengine.data_parallel.bucket import FlatBucket
 from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.layout.parameters import BucketLayout
 
@@ -41,9 +41,9 @@ def build(recorder: Recorder) -> GradientBuckets:
 
 def made(
     layouts: dict[int, BucketLayout], parameters: dict[str, Parameter], recorder: Recorder, **options: Any
-) -> dict[int, Bucket]:
+) -> dict[int, FlatBucket]:
     comms = recorder.of(*layouts)
-    return {index: Bucket(layout, parameters, comms[index], **options) for index, layout in layouts.items()}
+    return {index: FlatBucket(layout, parameters, comms[index], **options) for index, layout in layouts.items()}
 
 
 def test_gradients_are_views_of_the_flat_buffers() -> None:

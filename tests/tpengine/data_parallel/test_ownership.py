@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from tpengine.modules.ownership import Piece, divide
+from tpengine.modules.ownership import OwnedRows, divide
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -35,9 +35,13 @@ def test_drawn_tensors_have_each_row_once_and_replicas_are_balanced(seed: int) -
 
 
 def test_a_tensor_beyond_a_share_is_cut_only_where_elements_are_alone() -> None:
-    assert divide([30, 6], [10, 6], [0, 0, 0], cuts=False) == [[Piece(0, 0, 10)], [Piece(1, 0, 6)]]
-    assert divide([30, 6], [10, 6], [0, 0, 0], cuts=True)[0] == [Piece(1, 0, 3), Piece(2, 3, 6), Piece(0, 6, 10)]
+    assert divide([30, 6], [10, 6], [0, 0, 0], cuts=False) == [[OwnedRows(0, 0, 10)], [OwnedRows(1, 0, 6)]]
+    assert divide([30, 6], [10, 6], [0, 0, 0], cuts=True)[0] == [
+        OwnedRows(1, 0, 3),
+        OwnedRows(2, 3, 6),
+        OwnedRows(0, 6, 10),
+    ]
 
 
 def test_new_tensors_go_to_whom_owns_least() -> None:
-    assert divide([5], [5], [9, 2], cuts=False) == [[Piece(1, 0, 5)]]
+    assert divide([5], [5], [9, 2], cuts=False) == [[OwnedRows(1, 0, 5)]]

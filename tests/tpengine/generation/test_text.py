@@ -10,7 +10,7 @@ import pytest
 from support.architectures.trained_tokenizers import saved_tokenizer
 
 from tpengine.config import ModelConfig
-from tpengine.generation.text import Bytes, Numbers, Stream, Vocabulary, Words, marks_of, vocabulary_of
+from tpengine.generation.text import Bytes, Numbers, Stream, TokenizerText, Vocabulary, marks_of, vocabulary_of
 
 TEXT = "for i in range(10):\n    print('naïve ♥ 日本 👩‍👩‍👧 🙂')  # ends  here\n\n"
 
@@ -26,7 +26,7 @@ def test_parts_make_the_text(tmp_path: Path, kind: str) -> None:
     if kind != "bytes":
         saved_tokenizer(tmp_path, kind)
     vocabulary = vocabulary_of(tmp_path, ModelConfig(vocab_size=256))
-    assert isinstance(vocabulary, Bytes if kind == "bytes" else Words)
+    assert isinstance(vocabulary, Bytes if kind == "bytes" else TokenizerText)
     tokens = vocabulary.encode(TEXT * 3)
     # A prompt that ends within a character is shown with what is not whole.
     for begin in (0, 1, 5, len(TEXT[:20].encode()) if kind == "bytes" else 5):

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tpengine.hugging_face.directory import ModelDirectory, Source, check_tensors, check_tied, open_directory
+from tpengine.hugging_face.directory import ModelDirectory, OpenFiles, check_tensors, check_tied, open_directory
 from tpengine.layout.stored import Stored
 
 REMEDY = "give a directory whose config.json and weights belong together"
@@ -65,7 +65,7 @@ def test_a_tied_head_must_be_the_table(tmp_path: Path) -> None:
     held = directory_of(
         tmp_path, table=table, same=table.clone(), other=other, half=table.half(), short=table[:-1].clone()
     )
-    with Source() as source:
+    with OpenFiles() as source:
         check_tied(held, source, "same", "table")
         assert source.bytes_read == 2 * 4 * 1_500_000
         # Shares compare the same bytes together, and one of them sees a difference.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL
 from tpengine.data import ReadAhead, Samples, batch_digest, open_tokens, write_tokens
-from tpengine.training.samples import PackedBatch, Position
+from tpengine.training.samples import PackedBatch, SamplePosition
 
 
 def samples_of(path: Path, num_tokens: int = 4_000) -> Samples:
@@ -53,7 +53,7 @@ def test_what_is_taken_is_what_was_asked_for_whatever_was_read_ahead(tmp_path: P
     for step in range(60):
         if random.random() < 0.2:
             left_out = (*left_out, (8 * step + 3, 8 * step + 7))
-        numbers = Position(0, 8 * step, left_out).samples(0, 8)
+        numbers = SamplePosition(0, 8 * step, left_out).samples(0, 8)
         found = ahead.take(numbers)
         tokens, labels = samples.read(numbers)
         assert found.tokens is not None and found.labels is not None
@@ -61,7 +61,7 @@ def test_what_is_taken_is_what_was_asked_for_whatever_was_read_ahead(tmp_path: P
         assert found.digest == batch_digest(tokens, labels)
         assert found.num_valid == int((labels != IGNORED_LABEL).sum())
         for coming in range(step + 1 + ahead.num_asked, step + 3):
-            ahead.ask(Position(0, 8 * coming, left_out).samples(0, 8))
+            ahead.ask(SamplePosition(0, 8 * coming, left_out).samples(0, 8))
     ahead.close()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from tpengine.plan import verify
 from tpengine.planner.advice.bounds import Bounds
 from tpengine.planner.advice.question import Candidate, Question, shapes
-from tpengine.planner.advice.search import Found, Row, search
+from tpengine.planner.advice.search import Row, SearchResult, search
 from tpengine.planner.advice.units import gigabytes
 from tpengine.planner.machine import Link
 
@@ -20,7 +20,7 @@ _MORE = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
-class Change:
+class ChangedQuestion:
     """A question that was changed, and its answer.
 
     Attributes:
@@ -37,7 +37,9 @@ class Change:
     is_certain: bool
 
 
-def changes(question: Question, best: Row, limit_seconds: float, known: Bounds | None = None) -> Iterator[Change]:
+def changes(
+    question: Question, best: Row, limit_seconds: float, known: Bounds | None = None
+) -> Iterator[ChangedQuestion]:
     """Yield changed questions that have layouts, with their answers; none whose time was up before a layout was found.
 
     Args:
@@ -58,10 +60,10 @@ def changes(question: Question, best: Row, limit_seconds: float, known: Bounds |
         wins = layout is None or not has_room or (layout.family, layout.schedule) != won
         if wins:
             _verify(answer)
-        yield Change(words, layout, wins, answer.gap is None)
+        yield ChangedQuestion(words, layout, wins, answer.gap is None)
 
 
-def what_fits(question: Question, limit_seconds: float) -> Iterator[Change]:
+def what_fits(question: Question, limit_seconds: float) -> Iterator[ChangedQuestion]:
     """Yield the changes after which a layout fits: a setting that is not fixed any more, or more ranks.
 
     Args:
@@ -77,12 +79,12 @@ def what_fits(question: Question, limit_seconds: float) -> Iterator[Change]:
         answer = search(other, num_rows=1, limit_seconds=limit_seconds, tells_all=False)
         if answer.rows:
             _verify(answer)
-            yield Change(words, answer.rows[0].layout, wins=True, is_certain=answer.gap is None)
+            yield ChangedQuestion(words, answer.rows[0].layout, wins=True, is_certain=answer.gap is None)
             if other.num_ranks > question.num_ranks:
                 return
 
 
-def _verify(found: Found) -> None:
+def _verify(found: SearchResult) -> None:
     """Verify the plans of a search that looked for rows alone: what is told has a plan that is right."""
     for row in found.rows:
         verify(row.sheet.plan)

@@ -68,7 +68,7 @@ class TooLarge:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search has found.
 
     Attributes:
@@ -190,7 +190,7 @@ def search(
     *,
     tells_all: bool = True,
     watch: Callable[[int, float], None] = lambda *_: None,
-) -> Found:
+) -> SearchResult:
     """Return the fastest layouts.
 
     Args:
@@ -228,7 +228,7 @@ class _Search:
         self.refused: dict[str, int] = {}
         self.num_simulated = 0
 
-    def run(self, watch: Callable[[int, float], None], *, tells_all: bool) -> Found:
+    def run(self, watch: Callable[[int, float], None], *, tells_all: bool) -> SearchResult:
         for shape in shapes(self.question):
             self._push(self.bounds.least_seconds(*shape), shape[:3], lambda shape=shape: self._expand(shape))  # type: ignore[misc]
         gap, told = None, 0
@@ -250,7 +250,7 @@ class _Search:
         for shape in shapes(self.question) if tells_all else ():
             num, fitting = counted(self.question, shape, self.bounds.state_bytes, self.bounds.activation_bytes)
             num_layouts, num_fitting = num_layouts + num, num_fitting + fitting
-        return Found(
+        return SearchResult(
             rows,
             num_layouts,
             num_fitting,

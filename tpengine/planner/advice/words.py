@@ -8,9 +8,9 @@ from typing import Any
 
 from tpengine.config import Config, ParallelConfig, num_blocks, num_shards_of
 from tpengine.config.rules import zero_in_words
-from tpengine.planner.advice.changes import Change
+from tpengine.planner.advice.changes import ChangedQuestion
 from tpengine.planner.advice.question import ALLOCATOR_SHARE, Question
-from tpengine.planner.advice.search import Found, Row, TooLarge
+from tpengine.planner.advice.search import Row, SearchResult, TooLarge
 from tpengine.planner.advice.sheets import Sheet, StepParts
 from tpengine.planner.advice.units import days_text, gigabytes, seconds_text
 
@@ -32,7 +32,9 @@ _TOLD = 0.005
 _NOTHING = 1e-6
 
 
-def answer_lines(question: Question, name: str, found: Found, changed: Sequence[Change], run: str) -> Iterator[str]:
+def answer_lines(
+    question: Question, name: str, found: SearchResult, changed: Sequence[ChangedQuestion], run: str
+) -> Iterator[str]:
     """Yield the answer of `tpengine advise`.
 
     Args:
@@ -151,7 +153,9 @@ def too_large_text(question: Question, layout: TooLarge) -> str:
     return f"{layout.layout.words()} ({gigabytes(over)} too many{kinds}{remedy})"
 
 
-def answer_json(question: Question, name: str, found: Found, changed: Sequence[Change], run: str) -> dict[str, Any]:
+def answer_json(
+    question: Question, name: str, found: SearchResult, changed: Sequence[ChangedQuestion], run: str
+) -> dict[str, Any]:
     """Return the answer as JSON's types; seconds and bytes."""
     return {
         "model": name,
@@ -216,7 +220,7 @@ def _percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def change_text(change: Change) -> str:
+def change_text(change: ChangedQuestion) -> str:
     """Return a changed question and its answer in words."""
     then = "nothing fits" if change.layout is None else change.layout.words()
     return f"{change.words} (then {then}{'' if change.is_certain else ', the best found in time'})"

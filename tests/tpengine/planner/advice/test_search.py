@@ -19,9 +19,9 @@ from tpengine.plan import make_schedule, verify
 from tpengine.plan.schedule_file import format_schedule
 from tpengine.planner import simulate
 from tpengine.planner.advice.bounds import Bounds
-from tpengine.planner.advice.changes import Change, changes
+from tpengine.planner.advice.changes import ChangedQuestion, changes
 from tpengine.planner.advice.question import Candidate, Question, candidates, shapes
-from tpengine.planner.advice.search import CLOSE, Found, search, smaller
+from tpengine.planner.advice.search import CLOSE, SearchResult, search, smaller
 from tpengine.planner.advice.sheets import Sheet
 from tpengine.planner.machine import MACHINES, Curve, Machine, Measured
 from tpengine.planner.machine.measured import PRODUCTS
@@ -82,7 +82,7 @@ def test_nothing_is_faster_than_the_first_row(question: Question) -> None:
         check_nearest(found, steps, question.memory_limit)
 
 
-def check_nearest(found: Found, steps: Mapping[Candidate, tuple[float, float]], limit: float) -> None:
+def check_nearest(found: SearchResult, steps: Mapping[Candidate, tuple[float, float]], limit: float) -> None:
     """Of all layouts that do not fit, and would be faster than the first row, none is nearer to fitting."""
     best, nearest = found.rows[0].sheet.seconds, found.too_large
     assert nearest is not None and nearest.seconds < best
@@ -333,7 +333,7 @@ def test_bounds_of_more_ranks_are_not_taken_over() -> None:
 def test_changes_without_a_layout_or_without_time_are_not_told() -> None:
     """A quarter of the batch that no number of replicas divides; a limit of memory that was asked for shrinks too."""
 
-    def tried(question: Question, limit_seconds: float = 1e9) -> list[Change]:
+    def tried(question: Question, limit_seconds: float = 1e9) -> list[ChangedQuestion]:
         return list(changes(question, search(question, num_rows=1).rows[0], limit_seconds))
 
     one = {"tp": 1, "micro_batch_size": 1, "recompute": "none", "zero": 1}

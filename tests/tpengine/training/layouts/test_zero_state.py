@@ -24,7 +24,7 @@ from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import Config
 from tpengine.data import open_corpus
-from tpengine.data_parallel.bucket import Bucket
+from tpengine.data_parallel.bucket import FlatBucket
 from tpengine.layout.parameters import stage_specs
 from tpengine.layout.state_bytes import StateBytes, num_weights, state_bytes
 from tpengine.layout.step_plan import layout_of
@@ -111,17 +111,17 @@ def held_at_the_beginning(config: Config) -> tuple[int, int]:
 
     Gradient buffers, and those of weights, have existed one after the other, and no packed copy of weights is left.
     """
-    made: list[Bucket] = []
+    made: list[FlatBucket] = []
     buffers: list[int] = []
-    free = Bucket.free
+    free = FlatBucket.free
 
-    def watched(bucket: Bucket) -> None:
+    def watched(bucket: FlatBucket) -> None:
         made.append(bucket)
         buffers.append(sum(bucket.flat.untyped_storage().nbytes() for bucket in made))
         free(bucket)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Bucket, "free", watched)
+        patch.setattr(FlatBucket, "free", watched)
         for module in ("tpkernels.symmetric.memory", "tpengine.distributed.process"):
             patch.setattr(f"{module}.host_identity", dist.get_rank)
         trainer = Trainer(config, open_corpus(config), CPU)

@@ -23,7 +23,7 @@ from tpengine.architectures.registry import BUILT_IN
 from tpengine.config import Config, ModelConfig
 from tpengine.data import open_corpus
 from tpengine.hugging_face.beginning import begin_from, check_beginning
-from tpengine.hugging_face.directory import ModelDirectory, Source, open_directory
+from tpengine.hugging_face.directory import ModelDirectory, OpenFiles, open_directory
 from tpengine.hugging_face.names import stored_of
 from tpengine.hugging_face.read import BoxReader
 from tpengine.layout.parameters import ParameterSpec, stage_specs
@@ -72,9 +72,9 @@ def read_by_rank(config: Config) -> tuple[int, int, Pieces]:
     New memory holds NaN, so that what nobody has filled is seen.
     """
     num_bytes = 0
-    read_into = Source.read_into
+    read_into = OpenFiles.read_into
 
-    def counted(source: Source, memory: memoryview, path: Path, begin: int) -> None:
+    def counted(source: OpenFiles, memory: memoryview, path: Path, begin: int) -> None:
         nonlocal num_bytes
         num_bytes += len(memory)
         read_into(source, memory, path, begin)
@@ -82,7 +82,7 @@ def read_by_rank(config: Config) -> tuple[int, int, Pieces]:
     torch.use_deterministic_algorithms(True)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Source, "read_into", counted)
+            patch.setattr(OpenFiles, "read_into", counted)
             patch.setattr(Transformer, "initialise", None)
             patch.setattr(torch.Tensor, "normal_", None)
             trainer = begun(config, draws=False)

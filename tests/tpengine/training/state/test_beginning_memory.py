@@ -23,7 +23,7 @@ from tpengine.data import open_corpus
 from tpengine.dtypes import FILE_BITS
 from tpengine.hugging_face import beginning as beginning_module
 from tpengine.hugging_face.beginning import begin_from, check_beginning
-from tpengine.hugging_face.directory import Source
+from tpengine.hugging_face.directory import OpenFiles
 from tpengine.hugging_face.read import REGION_BYTES, BoxReader
 from tpengine.runs.trainer import Trainer
 from tpengine.training.checkpoint_blocks import masters_of
@@ -32,14 +32,14 @@ from tpengine.training.checkpoint_blocks import masters_of
 @contextlib.contextmanager
 def counting() -> Iterator[list[int]]:
     """The bytes of each read."""
-    read_into, counts = Source.read_into, []
+    read_into, counts = OpenFiles.read_into, []
 
-    def counted(source: Source, memory: memoryview, path: Path, begin: int) -> None:
+    def counted(source: OpenFiles, memory: memoryview, path: Path, begin: int) -> None:
         read_into(source, memory, path, begin)
         counts.append(len(memory))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Source, "read_into", counted)
+        patch.setattr(OpenFiles, "read_into", counted)
         yield counts
 
 

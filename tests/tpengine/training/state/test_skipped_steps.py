@@ -42,7 +42,7 @@ from tpengine.data import open_corpus
 from tpengine.observe.activity import Activity
 from tpengine.runs import loop as run
 from tpengine.runs import skipped_steps
-from tpengine.runs.skipped_steps import Finding, SkippedSteps
+from tpengine.runs.skipped_steps import FirstNonFinite, SkippedSteps
 from tpengine.runs.trainer import Trainer
 from tpengine.training.checkpoint_blocks import blocks_of
 from tpengine.training.planned_run import RunError
@@ -224,9 +224,9 @@ def listed(run_dir: Path, what: str) -> list[Any]:
     train_step = cast(Any, None)
     path, seen = run_dir / "skipped.jsonl", []
 
-    def find(_: object, step: int) -> Finding:
+    def find(_: object, step: int) -> FirstNonFinite:
         seen.append(path.read_text().splitlines() if path.exists() else [])
-        return Finding(f"tensor {step}", None, None)
+        return FirstNonFinite(f"tensor {step}", None, None)
 
     def full(*_: object, durable: bool) -> None:
         assert durable
@@ -272,7 +272,7 @@ def slow_disk(run_dir: Path) -> list[tuple[str, bool, int]]:
 
     skipped = SkippedSteps(planned, activity, run_dir if rank == 0 else None)
     with (
-        patch.object(skipped_steps, "find_first", lambda *_: Finding("a tensor", None, None)),
+        patch.object(skipped_steps, "find_first", lambda *_: FirstNonFinite("a tensor", None, None)),
         patch.object(SkippedSteps, "write", slowly),
     ):
         skipped.note(0, StepResult(1.0, float("nan"), 0.0, skipped=True), train_step)

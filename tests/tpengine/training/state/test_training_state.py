@@ -21,7 +21,7 @@ from tpengine.checkpoint.index import Index, read_index
 from tpengine.checkpoint.load import load
 from tpengine.checkpoint.resume import Checkpoint, checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
-from tpengine.checkpoint.storage import Block
+from tpengine.checkpoint.storage import SavedBlock
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.runs.evaluation import ForwardPass
@@ -237,7 +237,7 @@ def shards_exchanged(trainer: Trainer, checkpoint: Checkpoint) -> None:
     block = blocks[name]
     rows = block.tensor.shape[0]
     other = (block.offset[0] + rows) % block.global_shape[0]
-    blocks[name] = Block(block.tensor, (other, 0), block.global_shape)
+    blocks[name] = SavedBlock(block.tensor, (other, 0), block.global_shape)
     load(checkpoint.directory, checkpoint.index, blocks)
     trainer.state.num_updates = BEFORE
 
