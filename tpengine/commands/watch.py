@@ -24,7 +24,7 @@ from tpengine import journal
 from tpengine.checkpoint.run_directory import is_running
 from tpengine.files import write_beside
 from tpengine.observe.safe_console import SafeConsole
-from tpengine.planner.draw import palette
+from tpengine.planner.draw import scene
 
 _SECONDS = 1.0
 # A run that is restarted is gone for a while; one that has been gone so many looks in a row has died or was stopped.
@@ -208,8 +208,8 @@ def draw_histories(histories: Sequence[History]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" role="img">',
-        f"<style>text {{ font: 10px Helvetica, Arial, 'DejaVu Sans', sans-serif; fill: {palette.INK}; }}</style>",
-        f'<rect width="100%" height="100%" fill="{palette.PAPER}"/>',
+        f"<style>text {{ font: 10px Helvetica, Arial, 'DejaVu Sans', sans-serif; fill: {scene.INK}; }}</style>",
+        f'<rect width="100%" height="100%" fill="{scene.PAPER}"/>',
     ]
     for number, history in enumerate(histories):
         colour = _COLOURS[number % len(_COLOURS)]
@@ -235,7 +235,7 @@ def _panel(histories: Sequence[History], name: str, heading: str, top: int, last
     parts = [f'<text x="{_LEFT}" y="{top - 6}" style="font-weight:bold">{escape(heading)}</text>']
     for share in (0.0, 0.5, 1.0):
         value, step = low + share * (high - low), 1 + round(share * (last - 1))
-        parts.append(f'<path d="M{_LEFT},{y(value):.1f}H{right}" stroke="{palette.TICK}" stroke-width="0.6"/>')
+        parts.append(f'<path d="M{_LEFT},{y(value):.1f}H{right}" stroke="{scene.TICK}" stroke-width="0.6"/>')
         parts.append(f'<text text-anchor="end" x="{_LEFT - 6}" y="{y(value) + 3:.1f}">{value:,.4g}</text>')
         parts.append(f'<text text-anchor="middle" x="{x(step):.1f}" y="{bottom + 12}">{step:,}</text>')
     for number, history in enumerate(histories):

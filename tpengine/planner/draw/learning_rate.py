@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from html import escape
 
-from tpengine.planner.draw import palette
+from tpengine.planner.draw import scene
 
 _WIDTH, _HEIGHT = 640, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 34, 34
@@ -41,12 +41,12 @@ def draw_learning_rate(rate: Callable[[int], float], num_steps: int, borders: Se
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
         f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">',
-        f"<style>text {{ font: 10px Helvetica, Arial, 'DejaVu Sans', sans-serif; fill: {palette.FAINT_INK}; }} "
-        f".title {{ font-size: 13px; font-weight: bold; fill: {palette.INK}; }} "
-        f".grid {{ stroke: {palette.TICK}; stroke-width: 0.6; }} "
-        f".border {{ stroke: {palette.INK}; stroke-width: 0.8; stroke-dasharray: 3 2; }} "
-        f".rate {{ stroke: {palette.INK}; stroke-width: 1.6; fill: none; }}</style>",
-        f'<rect width="100%" height="100%" fill="{palette.PAPER}"/>',
+        f"<style>text {{ font: 10px Helvetica, Arial, 'DejaVu Sans', sans-serif; fill: {scene.FAINT_INK}; }} "
+        f".title {{ font-size: 13px; font-weight: bold; fill: {scene.INK}; }} "
+        f".grid {{ stroke: {scene.TICK}; stroke-width: 0.6; }} "
+        f".border {{ stroke: {scene.INK}; stroke-width: 0.8; stroke-dasharray: 3 2; }} "
+        f".rate {{ stroke: {scene.INK}; stroke-width: 1.6; fill: none; }}</style>",
+        f'<rect width="100%" height="100%" fill="{scene.PAPER}"/>',
         f'<text class="title" x="{_LEFT}" y="18">{escape(title)}</text>',
     ]
     for tick in range(_NUM_TICKS + 1):

@@ -1,4 +1,8 @@
-"""The layout of a picture in pixels: one time axis for all pictures, one row format for all ranks.
+"""Colours and patterns, after Okabe and Ito (2008). Colour-blind readers can tell them apart; patterns help in grey.
+
+A kind is a hue with a pattern; the chunks of a rank are its shades, from full (first) to light (last).
+
+The layout of a picture in pixels: one time axis for all pictures, one row format for all ranks.
 
 A row holds the rank's boxes, then thin lanes (sends, receives, gathers, reductions), then memory. A lane exists only if
 a rank of one of the pictures has a span on it. Spans that overlap on a lane are put on separate tracks.
@@ -10,15 +14,62 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from types import MappingProxyType
 
 from tpengine.plan.actions import COMPUTE, Kind
 from tpengine.plan.clock import RankTimeline, Span
-from tpengine.planner.draw import palette
 from tpengine.planner.draw.picture import Picture, compute_spans, drawn, shown_kinds
 
+INK = "#1a1a1a"
+FAINT_INK = "#666666"
+PAPER = "#ffffff"
+IDLE = "#f3f3f3"
+TICK = "#d5d5d5"
+MEMORY = "#c9c9c9"
+MEMORY_EDGE = "#757575"
+LIMIT = "#b3261e"
+_ENDING = "#595959"
+BASE: Mapping[Kind, str] = MappingProxyType(
+    {
+        Kind.F: "#0072b2",
+        Kind.B: "#56c2a0",
+        Kind.I: "#e69f00",
+        Kind.W: "#f0e442",
+        Kind.TIE_REDUCE: _ENDING,
+        Kind.CLIP: _ENDING,
+        Kind.STEP: _ENDING,
+        Kind.SEND_F: "#0072b2",
+        Kind.RECV_F: "#0072b2",
+        Kind.SEND_B: "#e69f00",
+        Kind.RECV_B: "#e69f00",
+        Kind.REDUCE: "#a6488a",
+        Kind.GATHER: "#d55e00",
+    }
+)
+NAMES: Mapping[Kind, str] = MappingProxyType(
+    {
+        Kind.F: "F forward",
+        Kind.B: "B backward",
+        Kind.I: "I backward, input half",
+        Kind.W: "W backward, weight half",
+        Kind.TIE_REDUCE: "t ties",
+        Kind.CLIP: "clip",
+        Kind.STEP: "step",
+    }
+)
+# A tile of 6 by 6 pixels, drawn in ink over the fill; F is plain.
+PATTERNS: Mapping[Kind, str] = MappingProxyType(
+    {
+        Kind.B: "M-1,1 l2,-2 M0,6 l6,-6 M5,7 l2,-2",
+        Kind.I: "M-1,5 l2,2 M0,0 l6,6 M5,-1 l2,2",
+        Kind.W: "M0.9,1.5 h1.2 M3.9,4.5 h1.2",
+    }
+)
+# The share of white in the lightest shade.
+_LIGHTEST = 0.6
 # Width of a digit relative to the font size: the widest of the fonts that svg.py names.
 _DIGIT_WIDTH = 0.64
 _LEFT, _RIGHT = 78.0, 86.0
@@ -34,6 +85,29 @@ _LINE, _GAP = 18.0, 18.0
 _SWATCH = 16.0
 # Upper limit of the mean width of a letter of the legend's text, over the fonts that svg.py names.
 _LETTER = 5.8
+
+
+def shade(kind: Kind, place: int, num_places: int) -> str:
+    """Return the fill of the `place`-th of `num_places` chunks of a rank; the first is the fullest."""
+    white = _LIGHTEST * place / max(num_places - 1, 2)
+    mixed = (round(value + (255 - value) * white) for value in _channels(BASE[kind]))
+    return "#" + "".join(f"{value:02x}" for value in mixed)
+
+
+def text_on(fill: str) -> str:
+    """Return white or ink, whichever has the greater contrast on a fill."""
+    return PAPER if _luminance(fill) < 0.28 else INK
+
+
+def _channels(colour: str) -> tuple[int, int, int]:
+    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+    return red, green, blue
+
+
+def _luminance(colour: str) -> float:
+    """Return the relative luminance of WCAG 2, from 0 to 1."""
+    linear = ((c / 255 / 12.92) if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in _channels(colour))
+    return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 @dataclass(frozen=True)
@@ -250,7 +324,7 @@ def draw_legend(scene: Scene) -> tuple[list[str], float]:
             size = f'width="{_SWATCH - 2.0}" height="{height}"'
             parts.append(f'<rect class="{style}" {place} {size}/>')
             kind = style.partition(" ")[0]
-            if kind in palette.PATTERNS:
+            if kind in PATTERNS:
                 parts.append(f'<rect fill="url(#over{kind})" {place} {size}/>')
         text_x = x + len(entry.swatches) * _SWATCH + 3.0
         parts.append(f'<text class="legend" x="{text_x:.1f}" y="{y + 9.6:.1f}">{escape(entry.text)}</text>')
@@ -261,7 +335,7 @@ def draw_legend(scene: Scene) -> tuple[list[str], float]:
 def _entries(scene: Scene) -> Iterator[_Entry]:
     kinds = shown_kinds(scene.pictures)
     for kind in kinds:
-        yield _Entry(palette.NAMES[kind], ((f"{kind} s0", 12.0),))
+        yield _Entry(NAMES[kind], ((f"{kind} s0", 12.0),))
     halves = [kind for kind in kinds if kind in COMPUTE]
     if scene.num_places > 1:
         yield _Entry(

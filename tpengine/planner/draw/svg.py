@@ -13,7 +13,7 @@ from itertools import pairwise
 from tpengine.plan.actions import BUCKET, COMPUTE, TRANSFERS, Action, Kind, format_actions
 from tpengine.plan.clock import RankTimeline, Span
 from tpengine.planner.costs import transfer_bytes
-from tpengine.planner.draw import palette
+from tpengine.planner.draw import scene as palette
 from tpengine.planner.draw.picture import Picture, bytes_text, check_size, drawn, on_one_axis, shown_kinds
 from tpengine.planner.draw.scene import CHUNK_FONT_SIZE, Lane, Panel, Scene, draw_legend, make_scene, places, tracks
 

@@ -39,11 +39,11 @@ from tpengine.planner.draw import (
     draw_html,
     draw_svg,
     draw_to_file,
-    palette,
     picture,
     render_png,
     scene,
 )
+from tpengine.planner.draw import scene as palette
 from tpengine.planner.draw.file import size_of
 
 SVG = "{http://www.w3.org/2000/svg}"
