@@ -33,7 +33,7 @@ from tpengine.plan import SCHEDULES, make_schedule
 from tpengine.planner.advice.changes import changes, what_fits
 from tpengine.planner.advice.question import Question, shapes
 from tpengine.planner.advice.search import Row, SearchResult, search
-from tpengine.planner.advice.units import gigabytes, seconds_text
+from tpengine.planner.advice.sheets import gigabytes, seconds_text
 from tpengine.planner.advice.words import (
     answer_json,
     answer_lines,

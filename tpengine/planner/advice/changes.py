@@ -9,7 +9,7 @@ from tpengine.plan import verify
 from tpengine.planner.advice.bounds import Bounds
 from tpengine.planner.advice.question import Candidate, Question, shapes
 from tpengine.planner.advice.search import Row, SearchResult, search
-from tpengine.planner.advice.units import gigabytes
+from tpengine.planner.advice.sheets import gigabytes
 from tpengine.planner.machine import Link
 
 # Of the memory that a rank has; of an H200 about 24 GB.

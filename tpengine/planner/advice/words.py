@@ -11,8 +11,7 @@ from tpengine.config.rules import zero_in_words
 from tpengine.planner.advice.changes import ChangedQuestion
 from tpengine.planner.advice.question import ALLOCATOR_SHARE, Question
 from tpengine.planner.advice.search import Row, SearchResult, TooLarge
-from tpengine.planner.advice.sheets import Sheet, StepParts
-from tpengine.planner.advice.units import days_text, gigabytes, seconds_text
+from tpengine.planner.advice.sheets import Sheet, StepParts, days_text, gigabytes, seconds_text
 
 # Parts in the order in which they are told, by their names in StepParts.
 _NAMES: Mapping[str, str] = {

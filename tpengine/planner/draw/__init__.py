@@ -1,6 +1,6 @@
 """Draw timelines and plans: a grid of characters, or a picture as .svg, .html or .png.
 
-Read picture.py (what is drawn), scene.py (where it is placed), palette.py (its colours), svg.py in this order.
+Read picture.py (what is drawn), scene.py (where it is placed, in which colours), svg.py in this order.
 """
 
 from tpengine.planner.draw.file import (

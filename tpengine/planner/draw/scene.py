@@ -1,13 +1,12 @@
-"""Colours and patterns, after Okabe and Ito (2008). Colour-blind readers can tell them apart; patterns help in grey.
-
-A kind is a hue with a pattern; the chunks of a rank are its shades, from full (first) to light (last).
-
-The layout of a picture in pixels: one time axis for all pictures, one row format for all ranks.
+"""The layout of a picture in pixels: one time axis for all pictures, one row format for all ranks; its colours.
 
 A row holds the rank's boxes, then thin lanes (sends, receives, gathers, reductions), then memory. A lane exists only if
 a rank of one of the pictures has a span on it. Spans that overlap on a lane are put on separate tracks.
 
 The legend below has an entry for everything that occurs in the pictures, and for nothing else.
+
+Colours and patterns are after Okabe and Ito (2008). Colour-blind readers can tell them apart; patterns help in grey. A
+kind is a hue with a pattern; the chunks of a rank are its shades, from full (first) to light (last).
 """
 
 from __future__ import annotations

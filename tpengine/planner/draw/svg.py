@@ -13,32 +13,52 @@ from itertools import pairwise
 from tpengine.plan.actions import BUCKET, COMPUTE, TRANSFERS, Action, Kind, format_actions
 from tpengine.plan.clock import RankTimeline, Span
 from tpengine.planner.costs import transfer_bytes
-from tpengine.planner.draw import scene as palette
 from tpengine.planner.draw.picture import Picture, bytes_text, check_size, drawn, on_one_axis, shown_kinds
-from tpengine.planner.draw.scene import CHUNK_FONT_SIZE, Lane, Panel, Scene, draw_legend, make_scene, places, tracks
+from tpengine.planner.draw.scene import (
+    BASE,
+    CHUNK_FONT_SIZE,
+    FAINT_INK,
+    IDLE,
+    INK,
+    LIMIT,
+    MEMORY,
+    MEMORY_EDGE,
+    PAPER,
+    PATTERNS,
+    TICK,
+    Lane,
+    Panel,
+    Scene,
+    draw_legend,
+    make_scene,
+    places,
+    shade,
+    text_on,
+    tracks,
+)
 
 _STYLE = f"""
-text {{ font-family: Helvetica, Arial, 'DejaVu Sans', sans-serif; fill: {palette.INK}; }}
+text {{ font-family: Helvetica, Arial, 'DejaVu Sans', sans-serif; fill: {INK}; }}
 .title {{ font-size: 13px; font-weight: bold; }}
 .figures {{ font-size: 11px; }}
 .name {{ font-size: 11px; text-anchor: end; }}
-.lane {{ font-size: 7.5px; text-anchor: end; fill: {palette.FAINT_INK}; }}
-.peak {{ font-size: 9px; fill: {palette.FAINT_INK}; }}
-.tick {{ font-size: 9px; text-anchor: middle; fill: {palette.FAINT_INK}; }}
+.lane {{ font-size: 7.5px; text-anchor: end; fill: {FAINT_INK}; }}
+.peak {{ font-size: 9px; fill: {FAINT_INK}; }}
+.tick {{ font-size: 9px; text-anchor: middle; fill: {FAINT_INK}; }}
 .legend {{ font-size: 10px; }}
 .number, .chunk {{ text-anchor: middle; stroke-width: 2px; paint-order: stroke; stroke-linejoin: round; }}
 .chunk {{ font-size: {CHUNK_FONT_SIZE}px; }}
-.stroke {{ stroke: {palette.INK}; stroke-opacity: 0.3; fill: none; }}
+.stroke {{ stroke: {INK}; stroke-opacity: 0.3; fill: none; }}
 .over {{ pointer-events: none; }}
-.grid {{ stroke: {palette.TICK}; stroke-width: 0.6; }}
-.end {{ stroke: {palette.INK}; stroke-width: 0.8; stroke-dasharray: 3 2; }}
-.critical {{ stroke: {palette.INK}; fill: none; }}
-.idle {{ fill: {palette.IDLE}; }}
+.grid {{ stroke: {TICK}; stroke-width: 0.6; }}
+.end {{ stroke: {INK}; stroke-width: 0.8; stroke-dasharray: 3 2; }}
+.critical {{ stroke: {INK}; fill: none; }}
+.idle {{ fill: {IDLE}; }}
 .wait {{ fill: none; pointer-events: all; }}
-.held {{ fill: {palette.MEMORY}; stroke: {palette.MEMORY_EDGE}; stroke-width: 0.7; }}
-.limit {{ stroke: {palette.LIMIT}; stroke-width: 1; stroke-dasharray: 4 2; }}
-.beyond {{ font-size: 9px; fill: {palette.LIMIT}; }}
-.top, .freed {{ fill: {palette.INK}; }}
+.held {{ fill: {MEMORY}; stroke: {MEMORY_EDGE}; stroke-width: 0.7; }}
+.limit {{ stroke: {LIMIT}; stroke-width: 1; stroke-dasharray: 4 2; }}
+.beyond {{ font-size: 9px; fill: {LIMIT}; }}
+.top, .freed {{ fill: {INK}; }}
 """
 
 
@@ -61,7 +81,7 @@ def draw_svg(pictures: Sequence[Picture]) -> str:
         f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{_label(pictures)}">',
         f"<style>{_STYLE}{''.join(_fill_rules(num_places))}</style>",
         f"<defs>{''.join(_patterns())}</defs>",
-        f'<rect width="100%" height="100%" fill="{palette.PAPER}"/>',
+        f'<rect width="100%" height="100%" fill="{PAPER}"/>',
     ]
     for panel in scene.panels:
         parts += _draw_panel(scene, panel)
@@ -76,15 +96,15 @@ def _fill_rules(num_places: dict[Kind, int]) -> Iterator[str]:
     """Yield the fill of each kind's shades, and of the text on them, whose outline keeps the pattern off the text."""
     for kind, count in num_places.items():
         for place in range(count):
-            colour = palette.shade(kind, place, count)
+            colour = shade(kind, place, count)
             yield f".{kind}.s{place} {{ fill: {colour}; }}\n"
-            yield f".on{kind}{place} {{ fill: {palette.text_on(colour)}; stroke: {colour}; }}\n"
+            yield f".on{kind}{place} {{ fill: {text_on(colour)}; stroke: {colour}; }}\n"
     for kind in (*sorted(TRANSFERS), Kind.REDUCE, Kind.GATHER):
-        yield f".{kind} {{ fill: {palette.BASE[kind]}; }}\n"
+        yield f".{kind} {{ fill: {BASE[kind]}; }}\n"
 
 
 def _patterns() -> Iterator[str]:
-    for kind, path in palette.PATTERNS.items():
+    for kind, path in PATTERNS.items():
         yield (
             f'<pattern id="over{kind}" width="6" height="6" patternUnits="userSpaceOnUse">'
             f'<path class="stroke" d="{path}"/></pattern>'
@@ -160,7 +180,7 @@ def _draw_rank(scene: Scene, panel: Panel, rank: int) -> Iterator[str]:
 
 def _draw_patterns(scene: Scene, boxes: Sequence[Span], y: float) -> Iterator[str]:
     """Draw the patterns over a rank's boxes: one element for all boxes of one kind."""
-    for kind in palette.PATTERNS:
+    for kind in PATTERNS:
         outlines = [
             f"M{scene.x(span.start):.2f} {y:.2f}H{scene.x(span.end):.2f}v{scene.box_height}H{scene.x(span.start):.2f}z"
             for span in boxes

@@ -43,8 +43,8 @@ from tpengine.planner.draw import (
     render_png,
     scene,
 )
-from tpengine.planner.draw import scene as palette
 from tpengine.planner.draw.file import size_of
+from tpengine.planner.draw.scene import BASE, IDLE, PAPER, PATTERNS
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -312,11 +312,11 @@ def test_a_rendered_picture_shows_its_kinds(name: str) -> None:
     kinds = {action.kind for actions in made.compute for action in actions}
     for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
         # Patterns and numbers leave more than half of a box's area in its colour.
-        area = counts.get(rgb(palette.BASE[kind]), 0)
+        area = counts.get(rgb(BASE[kind]), 0)
         assert area > 1000 if kind in kinds else area == 0, (kind, area)
     # Idle is as pale as paper, and the most of the picture is paper.
-    assert counts[rgb(palette.IDLE)] > 1000
-    assert counts[rgb(palette.PAPER)] > image.width * image.height / 3
+    assert counts[rgb(IDLE)] > 1000
+    assert counts[rgb(PAPER)] > image.width * image.height / 3
 
 
 def test_a_rendered_picture_has_text_without_the_machines_fonts() -> None:
@@ -338,10 +338,10 @@ def test_zoom_multiplies_the_size() -> None:
 
 @pytest.mark.parametrize(("kind", "other"), [("F", "B"), ("F", "I"), ("I", "W"), ("B", "W"), ("F", "W")])
 def test_kinds_differ_in_grey_too(kind: str, other: str) -> None:
-    grey = {kind: sum(w * c for w, c in zip((0.299, 0.587, 0.114), rgb(palette.BASE[Kind(kind)]), strict=True))}
-    grey[other] = sum(w * c for w, c in zip((0.299, 0.587, 0.114), rgb(palette.BASE[Kind(other)]), strict=True))
+    grey = {kind: sum(w * c for w, c in zip((0.299, 0.587, 0.114), rgb(BASE[Kind(kind)]), strict=True))}
+    grey[other] = sum(w * c for w, c in zip((0.299, 0.587, 0.114), rgb(BASE[Kind(other)]), strict=True))
     assert abs(grey[kind] - grey[other]) > 25
-    patterns = [palette.PATTERNS.get(Kind(name)) for name in (kind, other)]
+    patterns = [PATTERNS.get(Kind(name)) for name in (kind, other)]
     assert patterns[0] != patterns[1]
 
 
