@@ -76,15 +76,6 @@ def read_rollbacks(path: Path) -> list[Rollback]:
     return found
 
 
-def write_rollbacks(path: Path, rollbacks: Iterable[Rollback]) -> None:
-    """Replace a list, durably.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    journal.write(path, [rollback.to_json() for rollback in rollbacks], durable=True)
-
-
 def joined(first: Sequence[Rollback], second: Sequence[Rollback]) -> tuple[Rollback, ...]:
     """Return the rollbacks of two lists of one run, each once, those of the first before others."""
     return tuple(dict.fromkeys([*first, *second]))

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tpengine import journal
 from tpengine.architectures.model_path import run_of
-from tpengine.checkpoint.rollbacks import FILE_NAME, Rollback, joined, read_rollbacks, rollback_of, write_rollbacks
+from tpengine.checkpoint.rollbacks import FILE_NAME, Rollback, joined, read_rollbacks, rollback_of
 from tpengine.config import ModelConfig
 from tpengine.distributed.agreement import broadcast_json
 from tpengine.runs.checkpoints import RunCheckpoints
@@ -175,7 +176,8 @@ class SpikeAnswers:
         if self._path is None:
             return
         try:
-            write_rollbacks(self._path, self._trainer.state.rollbacks)
+            rollbacks = self._trainer.state.rollbacks
+            journal.write(self._path, [rollback.to_json() for rollback in rollbacks], durable=True)
         except OSError as error:
             print(
                 f"tpengine: {self._path} cannot be written: {error}: a restart before the next checkpoint goes back "

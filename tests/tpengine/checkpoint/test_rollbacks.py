@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tpengine.checkpoint.rollbacks import Rollback, joined, left_out, read_rollbacks, write_rollbacks
+from tpengine import journal
+from tpengine.checkpoint.rollbacks import Rollback, joined, left_out, read_rollbacks
 from tpengine.data import SamplePosition
 
 FIRST = Rollback(9, 4, 0, ((36, 40),), 8.5, 3.25)
@@ -16,7 +17,7 @@ OTHER = Rollback(30, 24, 2, ((8, 16),), 2.0, 1.0)
 
 def test_a_list_comes_back_with_all_bits(tmp_path: Path) -> None:
     path = tmp_path / "rollbacks.jsonl"
-    write_rollbacks(path, [FIRST, SECOND])
+    journal.write(path, [FIRST.to_json(), SECOND.to_json()])
     assert read_rollbacks(path) == [FIRST, SECOND]
 
 
@@ -45,7 +46,7 @@ def test_two_lists_of_one_run_are_joined() -> None:
 )
 def test_a_line_that_says_no_rollback_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "rollbacks.jsonl"
-    write_rollbacks(path, [FIRST])
+    journal.write(path, [FIRST.to_json()])
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(ValueError, match="line 2: "):
         read_rollbacks(path)
