@@ -1,4 +1,4 @@
-"""Rung: pure. Files that comments, docstrings and READMEs name are there."""
+"""Rung: pure. Files that comments, docstrings and READMEs name are there; a class has a name of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import re
 import subprocess
 import tokenize
+from collections import defaultdict
 from pathlib import PurePath
 
 import pytest
@@ -14,6 +15,9 @@ from support import ROOT
 
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
 NAMED = re.compile(r"(?<![\w{}*<./-])((?:[a-z_]+/)*[a-z_]+\.py)\b")
+
+# A part of a described model, and the layer that computes it: both are what the field calls them.
+NAMED_TWICE = {"Attention", "FeedForward", "Norm"}
 
 
 def prose_of(name: str) -> str:
@@ -42,3 +46,14 @@ def test_every_file_that_is_named_is_there(room: str) -> None:
     named = {(name, path) for name in read for path in NAMED.findall(prose_of(name))}
     assert named, room
     assert sorted(f"{name} names {path}" for name, path in named if not is_there(path)) == []
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    files = defaultdict(list)
+    for name in TRACKED:
+        if name.startswith("tpengine/") and name.endswith(".py"):
+            for node in ast.walk(ast.parse((ROOT / name).read_text())):
+                if isinstance(node, ast.ClassDef):
+                    files[node.name].append(name)
+    assert {name: found for name, found in files.items() if len(found) > 1 and name not in NAMED_TWICE} == {}
+    assert all(len(files[name]) == 2 for name in NAMED_TWICE)

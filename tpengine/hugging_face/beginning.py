@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tpengine.architectures.model_path import run_of
 from tpengine.checkpoint.index import CheckpointError, Index
-from tpengine.checkpoint.storage import Block
+from tpengine.checkpoint.storage import SavedBlock
 from tpengine.config import Config, ModelConfig
 from tpengine.hugging_face.directory import ModelDirectory, check_tensors, check_tied, open_directory
 from tpengine.hugging_face.names import ignorable, stored_of, tied_names, wanted, with_prefix
@@ -95,7 +95,7 @@ def _fill_from_files(state: TrainState, directory: ModelDirectory) -> None:
     state.optimizer.round_masters()
 
 
-def fill_from_files(model: ModelConfig, directory: ModelDirectory, blocks: Iterable[tuple[str, Block]]) -> None:
+def fill_from_files(model: ModelConfig, directory: ModelDirectory, blocks: Iterable[tuple[str, SavedBlock]]) -> None:
     """Fill blocks of parameters, each by the parameter's name; the tied head is compared, a share of it on each rank.
 
     Raises:
