@@ -108,7 +108,20 @@ def _tests() -> list[Case]:
 
 def _architectures(models: Sequence[Path]) -> list[Case]:
     """Tiny models of every architecture, and those that were published: logits as transformers'."""
-    where, names = f"{CASES}.architectures", ["llama", "qwen2", "qwen3", "mistral", "gpt2", "gemma3"]
+    where = f"{CASES}.architectures"
+    names = [
+        "llama",
+        "qwen2",
+        "qwen3",
+        "mistral",
+        "gpt2",
+        "gemma3",
+        "granite",
+        "smollm3",
+        "phi3",
+        "olmo3",
+        "ministral3",
+    ]
     published = [
         Case(f"models/{name}", "c", 60, 60, f"{where}:directory", {"name": name, "path": str(path)}, _THEIRS)
         for name, path in _by_name(models).items()

@@ -6,10 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from tpkernels.work import attention_backward_work, attention_work, rope_work, visible_pairs
+from tpkernels.work import Work, attention_backward_work, attention_work, rope_work, visible_pairs
 
 from tpengine.architectures.norm import Norm
-from tpengine.architectures.part import BackwardWalk, Kept, Kernel, Ledger, Operator, Part, Product, Shapes, Sizes
+from tpengine.architectures.part import (
+    BackwardWalk,
+    Exchange,
+    Kept,
+    Kernel,
+    Ledger,
+    Operator,
+    Part,
+    Product,
+    Shapes,
+    Sizes,
+)
 from tpengine.config import ModelConfig
 
 # Its backward takes blocks of so many keys (tpkernels/ops/attention/host.py).
@@ -25,10 +36,13 @@ class Attention(Part):
     Attributes:
         qkv_bias, output_bias: whether the projections have biases.
         head_norm: a norm of each head's queries and keys, before they are rotated.
+        norms_width: whether there is an RMS norm of the queries of all heads together, and one of the keys, before they
+            are rotated: over the ranks that have them, which exchange two numbers per token.
         rotates: whether queries and keys are rotated by their positions.
         window: how many tokens back a query sees, its own included; 0 for all.
         rope_theta: base of the rotary frequencies; 0 for the model's, with the model's scaling.
         scale: of the scores; 0 for E^(-1/2).
+        query_beta, query_length: queries are multiplied by 1 + beta ln(1 + floor(position / length)); 0 for none.
     """
 
     role: ClassVar[Literal["norm", "attend", "feed"]] = "attend"
@@ -41,10 +55,13 @@ class Attention(Part):
     qkv_bias: bool = False
     output_bias: bool = False
     head_norm: Norm | None = None
+    norms_width: bool = False
     rotates: bool = True
     window: int = 0
     rope_theta: float = 0.0
     scale: float = 0.0
+    query_beta: float = 0.0
+    query_length: int = 0
 
     def shapes(self, model: ModelConfig) -> Shapes:
         """Return the parameters by their names in the part."""
@@ -55,6 +72,8 @@ class Attention(Part):
             shapes |= {f"{name}_proj.bias": (n,) for name, n in rows.items()}
         if self.head_norm:
             shapes |= {f"{of}_norm.{name}": s for of in "qk" for name, s in self.head_norm.over(size).items()}
+        if self.norms_width:
+            shapes |= {f"{of}_norm.weight": (rows[of],) for of in "qk"}
         shapes["o_proj.weight"] = (d, rows["q"])
         if self.output_bias:
             shapes["o_proj.bias"] = (d,)
@@ -62,7 +81,8 @@ class Attention(Part):
 
     def first_value(self, name: str) -> float:
         """Return what a norm of heads begins with; biases begin as zeros."""
-        return self.head_norm.first_value(name) if self.head_norm and name.endswith(".weight") else 0.0
+        norm = Norm() if self.norms_width else self.head_norm
+        return norm.first_value(name) if norm and name.endswith(".weight") else 0.0
 
     def behind(self) -> Mapping[str, str]:
         """Queries, keys and values are one matrix."""
@@ -94,13 +114,22 @@ class Attention(Part):
         return Product(mixed + 2 * keys, s.hidden, "columns"), Product(s.hidden, mixed, "inner")
 
     def forward(self, s: Sizes) -> tuple[Operator, ...]:
-        """Return the products with rotation and attention between them; norms of heads take no time."""
+        """Return the products with rotation and attention between them; norms of heads take no time.
+
+        A norm of all heads does: ranks wait for each other's sums.
+        """
         qkv, output = self.products(s)
-        return qkv, *self._between(s), output
+        return qkv, *self._width_norm(s), *self._between(s), output
 
     def backward_operators(self, s: Sizes) -> tuple[Operator, ...]:
-        """Return the gradients of rotation and attention."""
-        return self._between(s, backward=True)
+        """Return the gradients of rotation and attention, and of a norm of all heads."""
+        return *self._between(s, backward=True), *self._width_norm(s)
+
+    def _width_norm(self, s: Sizes) -> tuple[Operator, ...]:
+        if not self.norms_width:
+            return ()
+        elements = s.queries + s.keys
+        return Kernel("", Work(6 * elements, 4 * elements * s.item)), Exchange(2 * s.tokens * s.wide * s.tp)
 
     def _between(self, s: Sizes, *, backward: bool = False) -> tuple[Kernel, ...]:
         suffix, window, pairs, seq = "_backward" * backward, self.narrow_window(s.seq), None, s.seq
@@ -116,8 +145,13 @@ class Attention(Part):
         attended = Kernel(f"attention{suffix}", work, seq)
         if not self.rotates:
             return (attended,)
+        grown = (Kernel("", Work(s.queries, 2 * (s.queries + 2 * s.keys) * s.item)),) if self._grows(s) else ()
         rotated = rope_work(s.tokens, s.heads + s.kv_heads, s.head_size, s.item)
-        return Kernel(f"rope{suffix}", rotated), attended
+        return *grown, Kernel(f"rope{suffix}", rotated), attended
+
+    def _grows(self, s: Sizes) -> bool:
+        """Return whether some queries of a sequence are multiplied by their position's factor."""
+        return self.query_beta > 0 and s.seq > self.query_length
 
     def kept(self, s: Sizes) -> tuple[Kept, ...]:
         """Return gathered tokens, what is kept between the two products, and what norms of heads keep.
@@ -151,7 +185,12 @@ class Attention(Part):
         return self.narrow_window(s.seq) is not None or s.has_documents
 
     def _normed_heads(self, s: Sizes) -> int:
-        """Return the bytes of queries and keys before the norms of heads, and of rstd of each head."""
+        """Return the bytes of queries and keys before the norms of heads, and of rstd of each head.
+
+        A norm of all heads keeps q, k and v, as they lie side by side, and two numbers per token.
+        """
+        if self.norms_width:
+            return (s.queries + 2 * s.keys) * s.item + 2 * s.tokens * s.wide
         if self.head_norm is None:
             return 0
         rows = s.tokens * (s.heads + s.kv_heads)
@@ -163,7 +202,7 @@ class Attention(Part):
         gathered, *kept = (of.num_bytes for of in self.kept(s))
         qkv = (s.queries + 2 * s.keys) * s.item
         ledger.make(gathered, qkv)
-        ledger.briefly(2 * s.widened(s.queries))
+        ledger.briefly(2 * s.widened(s.queries), self._grows(s) * qkv)
         ledger.make(*kept)
         if self._is_ours(s):
             ledger.briefly(s.widened(s.queries + 2 * s.keys), self._scores_of_pieces(s))
@@ -178,6 +217,9 @@ class Attention(Part):
         walk.weight_gradient(numel)
         walk.output_gradient_used()
         self._backward_scores(s, ledger)
+        if self.norms_width:
+            # The gradient behind it and before, and of the queries four products of the equation.
+            ledger.briefly(qkv, 4 * s.queries * s.wide)
         ledger.free(queries, *kept, s.residual_mask)
         if walk.defers:
             ledger.make(queries)

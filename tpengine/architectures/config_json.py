@@ -28,17 +28,31 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
-_OPTIONAL: Mapping[str, tuple[str, ...]] = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate")}
+_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate", "llama_4_scaling_beta"),
+    "longrope": ("factor", "attention_factor"),
+}
+# Numbers of each pair of a head's elements.
+_LISTS = ("short_factor", "long_factor")
+# Not written where they are zero.
+_ZEROS = ("attention_factor", "llama_4_scaling_beta")
 _AT_LEAST_ONE = ("factor", "original_max_position_embeddings")
 # Numbers of other models' variants of a kind, by the value that changes nothing.
-_NEUTRAL: Mapping[str, Any] = {"partial_rotary_factor": 1.0, "mscale": None, "mscale_all_dim": None}
+_PART, _MSCALES = "partial_rotary_factor", ("mscale", "mscale_all_dim")
+_NEUTRAL: Mapping[str, Any] = {_PART: 1.0, **dict.fromkeys(_MSCALES)}
 _REQUIRED = object()
 _MOST = 2**53
 
 
 def read_rope(
-    values: Mapping[str, Any], path: str, section: str | None = None, default: float = _THETA
+    values: Mapping[str, Any],
+    path: str,
+    section: str | None = None,
+    default: float = _THETA,
+    *,
+    rotates_parts: bool = False,
 ) -> tuple[float, RopeScaling]:
     """Return the base of the rotary frequencies and their scaling.
 
@@ -47,6 +61,7 @@ def read_rope(
         path: of it, for errors.
         section: the kind of layers, where `rope_parameters` has an entry for each.
         default: the base where the file has none.
+        rotates_parts: the architecture may rotate a part of each head.
 
     Raises:
         ValueError: a kind that is not there, a missing number, or two spellings that differ.
@@ -63,7 +78,9 @@ def read_rope(
             f"{path}: rope_theta and rope_parameters must say the same: {theta} and {new['rope_theta']}: "
             "remove the wrong one"
         )
-    read = [_scaling({**values, **spelling}, path) for spelling in (old, new) if spelling]
+    read = [_scaling({**values, **spelling}, path, rotates_parts) for spelling in (old, new) if spelling]
+    if not read and rotates_parts:
+        read = [_scaling({_PART: values.get(_PART)}, path, rotates_parts)]
     if len(read) == 2 and read[0] != read[1]:
         raise ValueError(
             f"{path}: rope_scaling and rope_parameters must say the same: {old} and {new}: remove the wrong one"
@@ -71,23 +88,35 @@ def read_rope(
     return float(theta), read[-1] if read else RopeScaling()
 
 
-def written_rope(theta: float, scaling: RopeScaling, local_theta: float = 0.0) -> dict[str, Any]:
+def written_rope(
+    theta: float, scaling: RopeScaling, local_theta: float = 0.0, longest: int | None = None
+) -> dict[str, Any]:
     """Return the entries of config.json, in both spellings.
 
     Args:
         theta: base of the frequencies.
         scaling: of them.
         local_theta: base of the layers that have a window, where they have their own; 0 where they have not.
+        longest: max_position_embeddings of the file: a factor of longrope that follows from it is not written.
     """
     kind = scaling.rope_type
     names = (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))
-    numbers = {name: getattr(scaling, name) for name in names if name != "attention_factor" or scaling.attention_factor}
-    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": theta, **numbers}
+    numbers = {name: getattr(scaling, name) for name in names if name not in _ZEROS or getattr(scaling, name)}
+    if kind == "longrope" and scaling.factor == _factor_of(longest, scaling.original_max_position_embeddings):
+        del numbers["factor"]
+    numbers |= {name: list(numbers[name]) for name in _LISTS if name in numbers}
+    part = {} if scaling.partial_rotary_factor == 1 else {_PART: scaling.partial_rotary_factor}
+    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": theta, **numbers, **part}
     written = {
         "rope_theta": theta,
         "rope_scaling": None if kind == "default" else {"rope_type": kind, **numbers},
         "rope_parameters": parameters,
+        **part,
     }
+    if kind == "longrope":
+        # Version 4 wants the original length beside rope_scaling, and three entries in it.
+        original = numbers.pop("original_max_position_embeddings")
+        written |= {"rope_scaling": {"type": kind, **numbers}, "original_max_position_embeddings": original}
     if local_theta:
         local = {"rope_type": "default", "rope_theta": local_theta}
         sections = {"full_attention": parameters, "sliding_attention": local}
@@ -95,34 +124,40 @@ def written_rope(theta: float, scaling: RopeScaling, local_theta: float = 0.0) -
     return written
 
 
-def _scaling(values: Mapping[str, Any], path: str) -> RopeScaling:
+def _factor_of(longest: Any, original: Any) -> float | None:
+    """Return how many times as long sequences become; None where the lengths are no numbers."""
+    both = (longest, original)
+    known = all(isinstance(of, int) and not isinstance(of, bool) and 0 < of <= _MOST for of in both)
+    return max(1.0, longest / original) if known else None
+
+
+def _scaling(values: Mapping[str, Any], path: str, rotates_parts: bool = False) -> RopeScaling:
     kind = values.get("rope_type", values.get("type", "default"))
     if kind not in _NEEDED:
         raise ValueError(
             f"{path}: rope_type must be one of {', '.join(_NEEDED)}: got {kind!r}: use a model with one of these"
         )
     for name, neutral in _NEUTRAL.items():
-        if values.get(name, neutral) not in (neutral, None):
+        is_read = rotates_parts if name == _PART else kind == "yarn"
+        if not is_read and values.get(name, neutral) not in (neutral, None):
             raise ValueError(f"{path}: {name} of rotary positions must be {neutral}: got {values[name]}: use another")
-    given = {name: values.get(name) for name in (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))}
-    if kind == "yarn" and given["original_max_position_embeddings"] is None:
-        given["original_max_position_embeddings"] = values.get("max_position_embeddings")
+    given = _given(values, kind)
     if missing := [name for name in _NEEDED[kind] if given[name] is None]:
         raise ValueError(f"{path}: rope_type {kind} needs {', '.join(missing)}: it has none: add them")
-    numbers: dict[str, Any] = {}
-    for name, value in given.items():
-        if value is None:
-            continue
-        kinds = bool if name == "truncate" else int if name.startswith("original") else (int, float)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-            raise ValueError(f"{path}: {name} of rope_type {kind} must be a number: got {value!r}: correct it")
-        if abs(value) > sys.float_info.max:
-            raise ValueError(f"{path}: {name} of rope_type {kind} must be finite: it is beyond every float: correct it")
-        numbers[name] = float(value) if kinds == (int, float) else value
-        least = 1 if name in _AT_LEAST_ONE else 0
-        if name != "truncate" and not (least <= value < math.inf and value > 0):
-            bound = f"at least {least}" if least else "above 0"
-            raise ValueError(f"{path}: {name} of rope_type {kind} must be {bound} and finite: got {value}: correct it")
+    if rotates_parts:
+        given[_PART] = values.get(_PART)
+    numbers: dict[str, Any] = {
+        name: (_factors if name in _LISTS else _number)(value, name, f"{path}: {name} of rope_type {kind}")
+        for name, value in given.items()
+        if value is not None
+    }
+    amplitudes = [values.get(name) for name in _MSCALES]
+    if kind == "yarn" and "attention_factor" not in numbers and all(amplitudes):
+        of, of_all = (
+            0.1 * _number(value, name, f"{path}: {name} of rope_type yarn") * math.log(numbers["factor"]) + 1.0
+            for name, value in zip(_MSCALES, amplitudes, strict=True)
+        )
+        numbers["attention_factor"] = of / of_all
     scaling = RopeScaling(kind, **numbers)
     for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
         if not getattr(scaling, low) < getattr(scaling, high):
@@ -131,6 +166,41 @@ def _scaling(values: Mapping[str, Any], path: str) -> RopeScaling:
                 f"{getattr(scaling, high)}: correct them"
             )
     return scaling
+
+
+def _given(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return what a kind reads of the values, as they are; None where there is none."""
+    given = {name: values.get(name) for name in (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))}
+    given["llama_4_scaling_beta"] = given.get("llama_4_scaling_beta") or None
+    longest, length = values.get("max_position_embeddings"), "original_max_position_embeddings"
+    if kind in ("yarn", "longrope") and given[length] is None:
+        given[length] = longest
+    if kind == "longrope" and given["factor"] is None:
+        given["factor"] = _factor_of(longest, given[length])
+    return given
+
+
+def _number(value: Any, name: str, what: str) -> Any:
+    """Return a number of rotary positions, or true or false, of the type that it has here."""
+    kinds = bool if name == "truncate" else int if name.startswith("original") else (int, float)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        raise ValueError(f"{what} must be a number: got {value!r}: correct it")
+    if abs(value) > sys.float_info.max:
+        raise ValueError(f"{what} must be finite: it is beyond every float: correct it")
+    least = 1 if name in _AT_LEAST_ONE else 0
+    if name != "truncate" and not (least <= value < math.inf and value > 0):
+        bound = f"at least {least}" if least else "above 0"
+        raise ValueError(f"{what} must be {bound} and finite: got {value}: correct it")
+    return float(value) if kinds == (int, float) else value
+
+
+def _factors(value: Any, name: str, what: str) -> tuple[float, ...]:
+    """Return an array of positive numbers."""
+    if not isinstance(value, list) or any(isinstance(of, bool) or not isinstance(of, int | float) for of in value):
+        raise ValueError(f"{what} must be an array of numbers: got {_shown(value)}: correct it")
+    if not all(0 < of <= sys.float_info.max for of in value):
+        raise ValueError(f"{what} must be above 0 and finite: got {_shown(value)}: correct it")
+    return tuple(map(float, value))
 
 
 def _object(values: Mapping[str, Any], name: str, path: str) -> dict[str, Any]:
@@ -286,17 +356,23 @@ class ConfigJson:
         windows = tuple(window if local else 0 for local in is_local)
         return windows if any(windows) else ()
 
-    def rope(self, section: str | None = None, default: float = 10000.0) -> tuple[float, RopeScaling]:
+    def rope(
+        self, section: str | None = None, default: float = 10000.0, *, rotates_parts: bool = False
+    ) -> tuple[float, RopeScaling]:
         """Return the base of the rotary frequencies and their scaling: see read_rope."""
-        return read_rope(self.values, self.path, section, default)
+        return read_rope(self.values, self.path, section, default, rotates_parts=rotates_parts)
 
-    def section_theta(self, section: str) -> float:
+    def section_theta(self, section: str, default: float = 10000.0) -> float:
         """Return the base of a kind of layers whose frequencies are not scaled; only `rope_parameters` has it.
+
+        Args:
+            section: the kind.
+            default: the base where it has none.
 
         Raises:
             ValueError: they are scaled.
         """
-        theta, scaling = self.without("rope_theta", "rope_scaling").rope(section)
+        theta, scaling = self.without("rope_theta", "rope_scaling").rope(section, default)
         if scaling.rope_type != "default":
             raise ValueError(
                 f"{self.path}: rope_type of {section} must be default: got {scaling.rope_type!r}: use a model whose "
@@ -322,16 +398,25 @@ def _shown(value: object) -> str:
     return reprlib.repr(value)
 
 
-def llama_sizes(config: ConfigJson, *, ties: bool = False, kv_heads: int | None = None) -> ModelConfig:
+def llama_sizes(
+    config: ConfigJson,
+    *,
+    ties: bool = False,
+    kv_heads: int | None = None,
+    theta: float = _THETA,
+    rotates_parts: bool = False,
+) -> ModelConfig:
     """Return the sizes of config.json.
 
     Args:
         config: the file.
         ties: whether the ends are tied where it does not say.
         kv_heads: how many there are where it has no entry; None, and where it has null, as many as query heads.
+        theta: base of the rotary frequencies where it does not say.
+        rotates_parts: it may rotate a part of each head.
     """
     config.must_be("hidden_act", "silu")
-    theta, rope = config.rope()
+    theta, rope = config.rope(default=theta, rotates_parts=rotates_parts)
     num_heads = config.size("num_attention_heads", "num_heads")
     is_silent = kv_heads is not None and "num_key_value_heads" not in config.values
     return ModelConfig(

@@ -5,6 +5,7 @@ from tpengine.architectures.config_json import ConfigJson as ConfigJson
 from tpengine.architectures.config_json import llama_sizes as llama_sizes
 from tpengine.architectures.description import Architecture as Architecture
 from tpengine.architectures.description import pre_norm as pre_norm
+from tpengine.architectures.description import reordered_norm as reordered_norm
 from tpengine.architectures.description import sandwich_norm as sandwich_norm
 from tpengine.architectures.ends import Ends as Ends
 from tpengine.architectures.feed_forward import FeedForward as FeedForward

@@ -31,11 +31,15 @@ class Ends:
 
     Attributes:
         embedding_scale: what the rows of the embedding are multiplied by.
+        rounds_scale: whether that is rounded before, to float32 and to the activations' dtype.
+        logits_scale: what logits are multiplied by.
         has_positions: whether a row of a learned table of positions is added to each token.
         norm: of the last block's output.
     """
 
     embedding_scale: float = 1.0
+    rounds_scale: bool = True
+    logits_scale: float = 1.0
     has_positions: bool = False
     norm: Norm = field(default_factory=Norm)
 
@@ -78,9 +82,9 @@ class Ends:
     # Bytes.
 
     def kept_first(self, s: Sizes) -> int:
-        """Return the numbers of the rows looked up, and of those of learned positions; what rows are multiplied by."""
+        """Return the numbers of the rows looked up, and of those of learned positions."""
         rows = s.tokens + s.own_tokens * (self._num_positions(s) > 0)
-        return rows * _INDEX_BYTES + (self.embedding_scale != 1.0) * s.item
+        return rows * _INDEX_BYTES
 
     def kept_last(self, s: Sizes) -> int:
         """Return the last block's output, norm, gathered tokens, logits and the loss's statistics."""

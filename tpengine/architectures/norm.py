@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from tpkernels.work import norm_backward_work, norm_work
+from tpkernels.work import Work, norm_backward_work, norm_work
 
 from tpengine.architectures.part import BackwardWalk, Kept, Kernel, Part, Shapes, Sizes
 from tpengine.config import ModelConfig
@@ -19,12 +19,17 @@ class Norm(Part):
     rms:         y = x / sqrt(mean(x^2) + eps) * w
     rms_offset:  the same, times 1 + w (Gemma)
     layer:       y = (x - mean(x)) / sqrt(var(x) + eps) * w + b
+
+    Class attributes:
+        keeps_input: whether backward needs its input.
     """
 
     role: ClassVar[Literal["norm", "attend", "feed"]] = "norm"
     title: ClassVar[str] = "norm"
     layer: ClassVar[str] = "tpengine.model.parts:norm"
     exact_layer: ClassVar[str] = "tpengine.model.parts:exact_norm"
+
+    keeps_input: ClassVar[bool] = True
 
     kind: Literal["rms", "rms_offset", "layer"] = "rms"
 
@@ -71,3 +76,26 @@ class Norm(Part):
     def num_vectors(self, s: Sizes) -> int:
         """Return the elements of its weight, and bias."""
         return sum(math.prod(shape) for shape in self.shapes(s.model).values())
+
+
+@dataclass(frozen=True)
+class NoNorm(Norm):
+    """No norm before a part, which reads x itself; where x is a sum, the sum is a pass of its own."""
+
+    keeps_input: ClassVar[bool] = False
+
+    def shapes(self, model: ModelConfig) -> Shapes:
+        """Return none."""
+        return {}
+
+    def kernel(self, s: Sizes, *, residual: bool = False, backward: bool = False) -> Kernel:
+        """Return the sum with what was added, or of two gradients; else nothing."""
+        elements = residual * s.own_tokens * s.hidden
+        return Kernel("", Work(elements, 3 * elements * s.item))
+
+    def kept(self, s: Sizes) -> tuple[Kept, ...]:
+        """Return nothing."""
+        return ()
+
+    def backward(self, walk: BackwardWalk) -> None:
+        """Leave the gradient as it is."""

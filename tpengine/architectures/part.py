@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, Self
 
 from tpkernels.work import Work, all_gather_work, matmul_work, visible_pairs
@@ -374,6 +374,9 @@ class Part:
         chooses_attention: whether its scores may be torch's instead of ours (tpkernels/ops/attention/choice.py).
         layer, exact_layer: "module:function" of what makes its layer, and its exact form of one layer a shard; loaded
             where a model is built, since what describes a part needs no torch (model/parts.py).
+
+    Attributes:
+        residual_scale: what its block multiplies its output by, before that is dropped and added.
     """
 
     role: ClassVar[Literal["norm", "attend", "feed"]] = "feed"
@@ -383,6 +386,8 @@ class Part:
     chooses_attention: ClassVar[bool] = False
     layer: ClassVar[str] = ""
     exact_layer: ClassVar[str] = "tpengine.model.parts:exact_products"
+
+    residual_scale: float = field(default=1.0, kw_only=True)
 
     def shapes(self, model: ModelConfig) -> Shapes:
         """Return the parameters by their names in the part, in the order of their use; the table cuts them."""
@@ -396,7 +401,7 @@ class Part:
         return None
 
     def first_value(self, name: str) -> float:
-        """Return what all elements of a vector that is whole on every rank begin with."""
+        """Return what all elements of a vector begin with."""
         return 0.0
 
     def behind(self) -> Mapping[str, str]:

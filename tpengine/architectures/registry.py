@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tpengine import trust
-from tpengine.architectures import gemma3, gpt2, llama, mistral, qwen2, qwen3
+from tpengine.architectures import gemma3, gpt2, granite, llama, ministral3, mistral, olmo3, phi3, qwen2, qwen3, smollm3
 from tpengine.architectures.describe import Architecture, ConfigJson
-from tpengine.architectures.description import Half, halves_of
+from tpengine.architectures.description import Half, halves_of, reordered_norm
 from tpengine.architectures.table import FittingRule, check_table, find
 from tpengine.config import ModelConfig
 from tpengine.config.ranges import check_model_sizes
@@ -23,6 +23,11 @@ BUILT_IN: dict[str, Architecture] = {
     "mistral": mistral.ARCHITECTURE,
     "gpt2": gpt2.ARCHITECTURE,
     "gemma3": gemma3.ARCHITECTURE,
+    "granite": granite.ARCHITECTURE,
+    "smollm3": smollm3.ARCHITECTURE,
+    "phi3": phi3.ARCHITECTURE,
+    "olmo3": olmo3.ARCHITECTURE,
+    "ministral3": ministral3.ARCHITECTURE,
 }
 
 
@@ -136,7 +141,8 @@ def check_architecture(model: ModelConfig) -> None:
 @functools.lru_cache(maxsize=65536)
 def layer_halves(model: ModelConfig, layer: int) -> tuple[Half, ...]:
     """Return the halves of a model's layer number `layer`: each part with its norms."""
-    return halves_of(architecture_of(model).block(model, layer))
+    architecture = architecture_of(model)
+    return halves_of(architecture.block(model, layer), all_behind=architecture.order is reordered_norm)
 
 
 @functools.lru_cache(maxsize=64)

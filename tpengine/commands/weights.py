@@ -237,9 +237,10 @@ def config_json(config: Config, run: Path) -> dict[str, Any]:
             f"an export needs the config.json of its architecture: {run} began from none, and has architecture "
             f"{model.architecture}: put one into {run}"
         )
-    if any(part.is_rotary() for part in architecture_of(model).block(model, 0).values()):
+    blocks = (architecture_of(model).block(model, layer) for layer in range(model.num_layers))
+    if any(part.is_rotary() for block in blocks for part in block.values()):
         local = model.details.local_rope_theta
-        written = written_rope(model.rope_theta, model.details.rope, local)
+        written = written_rope(model.rope_theta, model.details.rope, local, values.get("max_position_embeddings"))
         # Entries of the source that are not read here, such as yarn's, stay.
         values |= written | {"rope_parameters": {**written["rope_parameters"], **(values.get("rope_parameters") or {})}}
         if local and (every := _full_every(model.details.windows, model.num_layers)):

@@ -25,8 +25,8 @@ _MOST_DETAIL = 2**31
 _MOST_SHOWN = 40
 # What is divided by, or logarithms are taken of, by the kinds that read it.
 _ROPE_POSITIVE = {
-    "factor": ("linear", "llama3", "yarn"),
-    "original_max_position_embeddings": ("llama3", "yarn"),
+    "factor": ("linear", "llama3", "yarn", "longrope"),
+    "original_max_position_embeddings": ("llama3", "yarn", "longrope"),
     "low_freq_factor": ("llama3",),
     "beta_slow": ("yarn",),
 }
@@ -129,16 +129,33 @@ def check_details(model: ModelConfig) -> None:
                 f"model.details.rope.{low} must be below {high}: got {getattr(rope, low)} and {getattr(rope, high)}: "
                 "use those of config.json"
             )
+    size, head_size = model.rotary_size, model.head_size
+    if rope.partial_rotary_factor != 1 and (size % 2 or not 0 < size <= head_size):
+        raise ValueError(
+            f"model.details.rope.partial_rotary_factor must rotate an even number of a head's elements: got "
+            f"{rope.partial_rotary_factor} with heads of {head_size}, so {size}: use that of config.json"
+        )
+    for name in ("short_factor", "long_factor") if rope.rope_type == "longrope" else ():
+        factors = getattr(rope, name)
+        if len(factors) != size // 2 or min(factors, default=1.0) <= 0:
+            raise ValueError(
+                f"model.details.rope.{name} must be {size // 2} positive numbers, one of each pair of the {size} "
+                f"rotated elements of a head: got {_shown(factors)}: use that of config.json"
+            )
     if 0 < details.local_rope_theta < 1:
         raise ValueError(
             f"model.details.local_rope_theta must be at least 1, or 0: got {details.local_rope_theta}: use 0 for "
             "model.rope_theta"
         )
-    if len(details.windows) not in (0, model.num_layers):
-        raise ValueError(
-            f"model.details.windows must be one of each layer, or none: got {len(details.windows)} with num_layers "
-            f"{model.num_layers}: use [] or {model.num_layers} of them"
-        )
+    for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        if getattr(details, name) <= 0:
+            raise ValueError(f"model.details.{name} must be positive: got {getattr(details, name)}: use 1.0 for none")
+    for name in ("windows", "rotates"):
+        if (num := len(getattr(details, name))) not in (0, model.num_layers):
+            raise ValueError(
+                f"model.details.{name} must be one of each layer, or none: got {num} with num_layers "
+                f"{model.num_layers}: use [] or {model.num_layers} of them"
+            )
 
 
 def _check_each(owner: Any, default: Any, prefix: str) -> None:

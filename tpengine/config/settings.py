@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, cast, get_args
 from tpengine.dtypes import Dtype
 from tpengine.spelling import meant
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 # The label of a target that is not counted in the loss: torch's convention.
 IGNORED_LABEL = -100
 # data.held_out_fraction, where nothing else is held out.
@@ -47,8 +47,14 @@ class RopeScaling:
         low_freq_factor, high_freq_factor: of llama3: turns over such a sequence below and above which a frequency is
             divided by the factor, and kept.
         beta_fast, beta_slow: the same of yarn, high and low.
-        attention_factor: of yarn: multiplies cos and sin; 0 for 0.1 ln(factor) + 1.
+        attention_factor: of yarn and longrope: multiplies cos and sin; 0 for 0.1 ln(factor) + 1 of yarn, and for
+            sqrt(1 + ln(factor) / ln(original_max_position_embeddings)) of longrope.
         truncate: of yarn: the borders between frequencies are whole numbers.
+        short_factor, long_factor: of longrope: what each frequency is divided by, in sequences of at most
+            original_max_position_embeddings tokens, and in longer ones.
+        llama_4_scaling_beta: of yarn: queries are multiplied by 1 + beta ln(1 + floor(position /
+            original_max_position_embeddings)); 0 for none.
+        partial_rotary_factor: of every kind: how much of a head is rotated, its first elements.
     """
 
     rope_type: RopeKind = "default"
@@ -60,6 +66,10 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 0.0
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    llama_4_scaling_beta: float = 0.0
+    partial_rotary_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,9 @@ class ModelDetails:
         attention_bias, mlp_bias: whether the projections of attention, or of the feed-forward network, have biases,
             where an architecture leaves that open.
         attention_scale: of the scores; 0 for E^(-1/2).
+        rotates: of each layer, whether queries and keys are rotated by their positions. Empty for all layers true.
+        embedding_multiplier, residual_multiplier: of the embedding's rows; of what a block's halves add.
+        logits_scaling: logits are divided by it.
     """
 
     head_size: int = 0
@@ -85,6 +98,10 @@ class ModelDetails:
     attention_bias: bool = False
     mlp_bias: bool = False
     attention_scale: float = 0.0
+    rotates: tuple[bool, ...] = ()
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +112,8 @@ class ModelConfig:
     """Directory of a model to begin from: its sizes and weights, in Hugging Face's form (config.json, safetensors), or
     a run of ours, RUN or RUN@STEP. Empty begins with drawn weights."""
     architecture: str = "llama"
-    """Which kind of transformer: llama, qwen2, qwen3, mistral, gpt2, gemma3, or a Python file of your own."""
+    """Which kind of transformer: llama, qwen2, qwen3, mistral, gpt2, gemma3, granite, smollm3, phi3, olmo3, ministral3,
+    or a Python file of your own."""
 
     hidden_size: int = 128
     """Model width D."""
@@ -129,6 +147,11 @@ class ModelConfig:
     def head_size(self) -> int:
         """Width E of a head."""
         return self.details.head_size or self.hidden_size // self.num_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of a head that are rotated, the first ones."""
+        return int(self.head_size * self.details.rope.partial_rotary_factor)
 
     def padded_vocab_size(self, tp: int) -> int:
         """Vocabulary rounded up to a multiple of lcm(8, tp)."""

@@ -122,11 +122,12 @@ def _typed(hint: Any, value: Any, default: Any, key: str, path: str) -> Any:
         raise ValueError(f"{path}: {key} must be one of {names}: got {_spelled(value)}: {choose(value, choices)}")
     if typing.get_origin(hint) is tuple:
         of = typing.get_args(hint)[0]
-        if not isinstance(value, list) or any(type(entry) is not of for entry in value):
+        kinds = (float, int) if of is float else (of,)
+        if not isinstance(value, list) or any(type(entry) not in kinds for entry in value):
             raise ValueError(
                 f"{path}: {key} must be an array of {of.__name__}: got {_spelled(value)}: use {_spelled(list(default))}"
             )
-        return tuple(value)
+        return tuple(map(of, value))
     wanted = [t for t in (typing.get_args(hint) or (hint,)) if t is not type(None)]
     if float in wanted and type(value) is int and abs(value) < 2**53:
         return float(value)

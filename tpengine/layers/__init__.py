@@ -4,9 +4,13 @@ column.py row.py   column- and row-parallel layers, and their products; read col
 prepared_weights.py  who owns the memory of a weight, and the forms in which it is multiplied
 bias.py            biases, and learned positions
 attention.py mlp.py norm.py   the other layers of a block
+scores.py          how scores are made: rotary positions, window, scale
+query_scaling.py   queries that grow with their positions
+width_norm.py      a norm of queries and keys over the heads of all ranks
 torch_attention.py  attention by torch's backends, where they are taken
 vocabulary.py      embedding and loss, cut over the vocabulary
 rows.py            what rows are: sequences, packed documents, what follows on a cache of keys and values
+scaled.py          a tensor times a number, of which nothing is kept
 dropout.py         masks that are the same in every layout
 gradient_sink.py   where weight gradients go
 collectives.py     the seam between layers and communication
@@ -22,7 +26,7 @@ Every layer is exported here. Exact mode, which computes a layer shard by shard,
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import IGNORED_LABEL
-from tpengine.layers.attention import Attention, Rotation, Scores
+from tpengine.layers.attention import Attention
 from tpengine.layers.bias import LearnedPositions
 from tpengine.layers.column import ColumnParallelLinear, PackedWeights
 from tpengine.layers.dropout import Dropout, Position
@@ -32,6 +36,7 @@ from tpengine.layers.placement import Placement, placements_of
 from tpengine.layers.replicated import check_replicated, clip_grad_norm_, replicate, sharded, summed
 from tpengine.layers.row import RowParallelLinear
 from tpengine.layers.rows import Documents, KeyValueCache
+from tpengine.layers.scores import Rotation, Scores
 from tpengine.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 __all__ = [

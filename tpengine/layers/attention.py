@@ -2,117 +2,34 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from tpkernels.derivatives import differentiable_once, is_recorded
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.attention import attention, attention_qkv, has_kernel
 from tpkernels.ops.attention.choice import WHOSE, Problem, Whose, choose, chosen_backend
 from tpkernels.ops.attention.host import AttentionDropout, causal_attention
-from tpkernels.ops.rope import RopeScaling, rope_tables
 
 from tpengine.layers.collectives import ShardCommunicator
 from tpengine.layers.column import ColumnParallelLinear, PackedWeights
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.norm import Norm
+from tpengine.layers.query_scaling import with_scaled_queries
 from tpengine.layers.row import RowParallelLinear
 from tpengine.layers.rows import Documents, KeyValueCache, Rows, length_of
-from tpengine.layers.torch_attention import attend_by_torch
+from tpengine.layers.scaled import scaled
+from tpengine.layers.scores import Rotation, Scores, rope, tables_of
+from tpengine.layers.torch_attention import attend_by_torch, prepared_heads
+from tpengine.layers.width_norm import WidthNorm, norm_over_ranks
 
 # Tokens of sequences that torch's attention is faster for, by rule.
 _LONG = 4096
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """Rotary frequencies.
-
-    Attributes:
-        theta: their base.
-        scaling: changes them; None does not.
-    """
-
-    theta: float = 10000.0
-    scaling: RopeScaling | None = None
-
-
-@dataclass(frozen=True)
-class Scores:
-    """How attention's scores are made: scale * rope(q) rope(k).T, over the keys that a query sees.
-
-    Attributes:
-        rotation: of queries and keys by their positions; None rotates nothing.
-        window: how many tokens back a query sees, its own included; None for all.
-        scale: default E^(-1/2).
-    """
-
-    rotation: Rotation | None = Rotation()
-    window: int | None = None
-    scale: float | None = None
-
-
-@functools.lru_cache(maxsize=16)
-def tables_of(
-    seq: int, head_size: int, rotation: Rotation, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, each [S, E/2], of each position's angles."""
-    # The tables serve all modes: what is made under inference_mode could not be saved for a later backward.
-    with torch.inference_mode(False):
-        return rope_tables(seq, head_size, rotation.theta, scaling=rotation.scaling, dtype=dtype, device=device)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    wide = x.to(cos.dtype)
-    y = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
-    low, high = wide.chunk(2, dim=-1)
-    y_low, y_high = y.chunk(2, dim=-1)
-    torch.mul(low, cos, out=y_low).addcmul_(high, sin, value=-1)
-    torch.mul(high, cos, out=y_high).addcmul_(low, sin)
-    return y.to(x.dtype)
-
-
-class _Rope(torch.autograd.Function):
-    """x[B, H, S, E] -> y, rotated by the positions' angles;  dx = dy, rotated back.
-
-    Four passes write y in place. What autograd would record for the equation is half of a step's elementwise work.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(dy, cos, -sin), None, None
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x[B, H, S, E] by its position, half-split convention (as Hugging Face's Llama).
-
-        y[.., i] = x[.., i] cos - x[.., i+E/2] sin;  y[.., i+E/2] = x[.., i+E/2] cos + x[.., i] sin
-
-    Args:
-        x: any strides.
-        cos, sin: [S, E/2], constant.
-
-    Source: Su et al., "RoFormer", arXiv 2104.09864, section 3.4.
-    """
-    if not is_recorded():
-        return _rotated(x, cos, sin)
-    y: Tensor = _Rope.apply(x, cos, sin)
-    return y
 
 
 def attend(
@@ -155,6 +72,10 @@ def attend(
     cos, sin = None, None
     if scores.rotation is not None:
         cos, sin = tables_of(seq, head_size, scores.rotation, accumulation_dtype(qkv.dtype), qkv.device)
+    if scores.queries is not None and (factors := scores.queries.factors(seq, qkv)) is not None:
+        qkv, head_norms = _with_normed_heads(qkv, heads, head_norms), None
+        factors = factors if documents is None else factors[documents.places]
+        qkv = with_scaled_queries(qkv, num_heads * head_size, factors)
     backend = None
     if whose != "ours":
         sizes = num_heads, num_kv_heads, head_size
@@ -166,6 +87,12 @@ def attend(
         tables = (None, None) if cos is None or sin is None else (cos, sin)
         options: dict[str, Any] = dict(window=window, scale=scores.scale, head_norms=head_norms)
         return attend_by_torch(qkv, num_heads, num_kv_heads, rows, tables, backend, **options)
+    if has_kernel(qkv, head_size) and cos is not None and 2 * cos.shape[1] < head_size:
+        # Attention's own kernels rotate whole heads.
+        q, k, v = prepared_heads(qkv, num_heads, num_kv_heads, rows, (cos, sin), None)
+        starts = None if documents is None else documents.starts
+        y = attention(q, k, v, window=window, scale=scores.scale, query_starts=starts, dropout=dropout)
+        return y.reshape(len(qkv), -1)
     if has_kernel(qkv, head_size):
         options = dict(window=window, scale=scores.scale, dropout=dropout, cos=cos, sin=sin)
         if documents is not None:
@@ -189,7 +116,7 @@ def attend(
         y = attention(q, k, v, window=window, scale=scores.scale, query_starts=starts, dropout=dropout)
         return y.flatten(2).flatten(0, 1)
     if scores.scale is not None:
-        q = q * (scores.scale * head_size**0.5)
+        q = scaled(q, scores.scale * head_size**0.5)
     return rearrange(causal_attention(q, k, v, dropout), "b h s e -> (b s) (h e)")
 
 
@@ -224,6 +151,10 @@ def attend_on_cache(
         y[T, H*E].
     """
     qkv = _with_normed_heads(qkv, heads, head_norms)
+    if scores.queries is not None and (factors := scores.queries.factors(cache.seq, qkv)) is not None:
+        held = slice(cache.num_held, cache.num_held + cache.num_new)
+        factors = factors[cache.places if cache.is_padded else held]
+        qkv = with_scaled_queries(qkv, heads[0] * (qkv.shape[1] // sum(heads)), factors)
     # [B, S, heads, E] -> [B, heads, S, E]
     shape = cache.num_sequences, cache.num_new, sum(heads), -1
     packed = qkv.view(shape).transpose(1, 2)
@@ -244,7 +175,7 @@ def attend_on_cache(
 
 
 def _angles_on(cache: KeyValueCache, rotation: Rotation, head_size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of what follows: [B, 1, S, E/2], or [S, E/2] without padding. A pass's layers share them."""
+    """Return cos and sin of what follows: [B, 1, S, R/2], or [S, R/2] without padding. A pass's layers share them."""
     dtype = accumulation_dtype(like.dtype)
 
     def make() -> tuple[Tensor, Tensor]:
@@ -292,6 +223,8 @@ class Attention(nn.Module):
         comm: the tp ranks.
         head_size: E; default D/H.
         qkv_bias, output_bias: whether there are b[(H + 2G) E / tp] and bo[D].
+        width_norm: makes the norm of all heads' queries together, and that of their keys, from the number of columns
+            and the ranks that share a KV head; default none.
         head_norm: makes the norm of each head's queries, and that of its keys, before they are rotated, from E and
             comm; default none.
         scores: rotation, window and scale of the scores.
@@ -311,6 +244,10 @@ class Attention(nn.Module):
     Cost: keeps gathered x, rotated q and k, v and the attention output for backward.
     """
 
+    # Of each head (Norm), or of all together (WidthNorm).
+    q_norm: Any
+    k_norm: Any
+
     def __init__(
         self,
         hidden_size: int,
@@ -322,6 +259,7 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         output_bias: bool = False,
         head_norm: Callable[[int, Communicator], Norm] | None = None,
+        width_norm: Callable[[int, Communicator | None], WidthNorm] | None = None,
         scores: Scores | None = None,
         replicas: Communicator | None = None,
         rope_theta: float = 10000.0,
@@ -360,6 +298,9 @@ class Attention(nn.Module):
         if head_norm is not None:
             self.q_norm, self.k_norm = (head_norm(self.head_size, comm) for _ in range(2))
         self._norms_heads = head_norm is not None
+        self._norms_width = width_norm is not None
+        if width_norm is not None:
+            self.q_norm, self.k_norm = width_norm(q_size, None), width_norm(kv_size, replicas)
         self.o_proj = RowParallelLinear(q_size, hidden_size, comm, bias=output_bias, **options)
         self._qkv = PackedWeights(self.q_proj, self.k_proj, self.v_proj)
         self._whose = self._checked(whose)
@@ -380,16 +321,26 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, seq: Rows) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D], attention within each of the T/seq sequences, each document, or on a cache."""
+        qkv = self.projected(x, seq)
+        if self._norms_width:
+            (qkv,) = norm_over_ranks([qkv], [(self.q_norm, self.k_norm)], self.o_proj.comm)
+        return self.attended(qkv, seq)
+
+    def projected(self, x: Tensor, seq: Rows) -> Tensor:
+        """x[T/tp, D] -> qkv[T, (H + 2G) E / tp]."""
         num_tokens = x.shape[0] * self.o_proj.comm.size
         if not isinstance(seq, Documents) and isinstance(seq, int) and num_tokens % seq:
             raise ValueError(
                 f"tokens must be whole sequences: {num_tokens} tokens over all ranks, seq {seq}: use "
                 f"{-(-num_tokens // seq) * seq} tokens"
             )
+        return self._qkv.forward_packed(x, (self.q_proj, self.k_proj, self.v_proj))
+
+    def attended(self, qkv: Tensor, seq: Rows) -> Tensor:
+        """qkv[T, (H + 2G) E / tp], normed over all heads where they are, -> y[T/tp, D]."""
         comm = self.o_proj.comm
         heads, kv_heads = self._num_heads
         drop = self.dropout.of_heads(comm.rank * heads, comm.size * heads) if self.dropout else None
-        qkv = self._qkv.forward_packed(x, (self.q_proj, self.k_proj, self.v_proj))
         norms = (self.q_norm, self.k_norm) if self._norms_heads else None
         if isinstance(seq, KeyValueCache):
             attended: Tensor = self.o_proj(

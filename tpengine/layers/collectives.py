@@ -125,6 +125,11 @@ class WholeRows(Communicator):
         raise AssertionError("whole rows are for passes without a backward")
 
 
+def of_all_ranks(x: Tensor, comm: Communicator) -> Tensor:
+    """Return x[n, ...] of all ranks, one behind the other: [R n, ...], also where every rank has all rows."""
+    return (comm.over if isinstance(comm, WholeRows) else comm).all_gather(x)
+
+
 class _Gather(torch.autograd.Function):
     """x[T/tp, ...] -> y[T, ...];  dx = reduce_scatter(dy)."""
 

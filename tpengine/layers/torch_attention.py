@@ -83,6 +83,24 @@ def attend_by_torch(
         window, scale: of the scores.
     """
     documents = rows if isinstance(rows, Documents) else None
+    q, k, v = prepared_heads(qkv, num_heads, num_kv_heads, rows, tables, head_norms)
+    packed: dict[str, Any] = {} if documents is None else {"starts": documents.starts, "longest": documents.seq}
+    return attention_by_torch(q, k, v, backend, scale, window=window, **packed).reshape(len(qkv), -1)
+
+
+def prepared_heads(
+    qkv: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    rows: int | Documents,
+    tables: tuple[Tensor | None, Tensor | None],
+    head_norms: tuple[Norm, Norm] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q[B, S, H, E] and k[B, S, G, E], normed and rotated, and v[B, S, G, E].
+
+    Args: as attend_by_torch; tables [positions, R/2] rotate the first R elements of a head.
+    """
+    documents = rows if isinstance(rows, Documents) else None
     batch = 1 if documents is not None or not isinstance(rows, int) else len(qkv) // rows
     heads = Heads(batch, num_heads, num_kv_heads)
     if head_norms is not None:
@@ -91,11 +109,9 @@ def attend_by_torch(
         # Nothing to compute: views, of which autograd puts the gradients together.
         parts = qkv.unflatten(0, (batch, -1)).unflatten(2, (-1, heads.head_size(qkv)))
         q, k, v = parts.split([num_heads, num_kv_heads, num_kv_heads], dim=2)
-    else:
-        places = None if documents is None or tables[0] is None else documents.places
-        q, k, v = _prepared(qkv, heads, Rotary(tables[0], tables[1], places), head_norms)
-    packed: dict[str, Any] = {} if documents is None else {"starts": documents.starts, "longest": documents.seq}
-    return attention_by_torch(q, k, v, backend, scale, window=window, **packed).reshape(len(qkv), -1)
+        return q, k, v
+    places = None if documents is None or tables[0] is None else documents.places
+    return _prepared(qkv, heads, Rotary(tables[0], tables[1], places), head_norms)
 
 
 def _prepared(

@@ -167,7 +167,7 @@ def _part_specs(model: ModelConfig, tp: int, prefix: str, part: Part) -> Iterato
 
 
 def _spec(model: ModelConfig, tp: int, name: str, shape: tuple[int, ...], first: float = 0.0) -> ParameterSpec:
-    """Return the parameter as its rule has it; vectors that are whole on every rank begin as `first`."""
+    """Return the parameter as its rule has it; vectors begin as `first`."""
     module = name.rpartition(".")[0]
     rule = rule_of(model, module).rule
     is_matrix, dim = len(shape) > 1, rule.dim_of(len(shape))
@@ -178,7 +178,9 @@ def _spec(model: ModelConfig, tp: int, name: str, shape: tuple[int, ...], first:
         # Every block adds two terms to the residual stream: their scale keeps its variance independent of depth.
         std /= math.sqrt(2 * model.num_layers)
     replicas = max(1, tp // (shape[dim] // model.head_size)) if rule.by_heads and dim is not None else 1
-    return ParameterSpec(name, shape, dim, replicas, init_std=std if is_matrix else None, init=0.0)
+    return ParameterSpec(
+        name, shape, dim, replicas, init_std=std if is_matrix else None, init=0.0 if is_matrix else first
+    )
 
 
 def stage_specs(model: ModelConfig, tp: int, first: int, last: int) -> tuple[ParameterSpec, ...]:

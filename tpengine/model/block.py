@@ -22,9 +22,10 @@ from tpkernels.launch import accumulation_dtype, by_triton
 from tpkernels.ops.attention.choice import same_choices
 
 from tpengine.architectures import describe
-from tpengine.architectures.description import Order, pre_norm, sandwich_norm
+from tpengine.architectures.description import Order, pre_norm, reordered_norm, sandwich_norm
 from tpengine.layers.dropout import LayerDropouts
 from tpengine.layers.rows import Rows
+from tpengine.layers.scaled import scaled
 from tpengine.model.parts import Parts
 
 # Noted before anybody can put another in its place.
@@ -119,7 +120,7 @@ def _adds_inside(x: Tensor) -> bool:
 class Block(nn.Module):
     """One transformer block, x[T/tp, D] -> y[T/tp, D].
 
-    Its parts are modules under their names in the architecture. The two orders that architectures of ours have are
+    Its parts are modules under their names in the architecture. The orders that architectures of ours have are
     methods; one of somebody's own calls the parts, and what description.py lists besides.
 
     Args:
@@ -150,6 +151,7 @@ class Block(nn.Module):
         # The parts that multiply by weights, and by what an order calls them as.
         self._products = [name for name, part in described.items() if part.role != "norm"]
         self._named = {described[name].role: name for name in self._products}
+        self._scales = {described[name].role: described[name].residual_scale for name in self._products}
         for name, part in described.items():
             self.add_module(name, parts.layer(part, inside.get(part.role)))
 
@@ -168,13 +170,15 @@ class Block(nn.Module):
             seq: as of forward.
             order: default the block's.
 
-        Returns: y, or if the block's order is one of the two below its last sum, left to the next norm.
+        Returns: y, or if the block's order is one of those below its last sum, left to the next norm.
         """
         order = order or self.order
         if order is pre_norm:
             return self._pre_norm(x, seq)
         if order is sandwich_norm:
             return self._sandwich_norm(x, seq)
+        if order is reordered_norm:
+            return self._reordered_norm(x, seq)
         y: Tensor = order(self, whole(x), seq)
         return y
 
@@ -190,6 +194,12 @@ class Block(nn.Module):
         y, x = normed_sum(self.pre_feedforward_layernorm, x, attended)
         return self.left(x, self.post_feedforward_layernorm(self.feed(y)))
 
+    def _reordered_norm(self, x: Tensor | Sum, seq: Rows) -> Tensor | Sum:
+        """x = x + norm(attention(x));  y = x + norm(mlp(x))."""
+        before = whole(x)
+        middle = before + self.again(lambda x, seq: self.post_attention_layernorm(self.attend(x, seq)), before, seq)
+        return self.left(middle, self.post_feedforward_layernorm(self.feed(middle)))
+
     def _attended(self, x: Tensor | Sum, seq: Rows, behind: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         """Return (attention(norm(x)), x), with the norm behind it, if there is one."""
         y, x = normed(self.input_layernorm, x)
@@ -197,13 +207,13 @@ class Block(nn.Module):
         return y if behind is None else behind(y), x
 
     def attend(self, x: Tensor, seq: Rows) -> Tensor:
-        """Return attention of x[T/tp, D], and its dropout."""
-        y: Tensor = self.get_submodule(self._named["attend"])(x, seq)
+        """Return attention of x[T/tp, D], its scale and its dropout."""
+        y = scaled(self.get_submodule(self._named["attend"])(x, seq), self._scales["attend"])
         return y if self.dropouts is None else self.dropouts.attention_residual(y, *self._place(y))
 
     def feed(self, x: Tensor) -> Tensor:
-        """Return the feed-forward network of x[T/tp, D], and its dropout."""
-        y: Tensor = self.get_submodule(self._named["feed"])(x)
+        """Return the feed-forward network of x[T/tp, D], its scale and its dropout."""
+        y = scaled(self.get_submodule(self._named["feed"])(x), self._scales["feed"])
         return y if self.dropouts is None else self.dropouts.mlp_residual(y, *self._place(y))
 
     # For an order of somebody's own.
@@ -217,7 +227,7 @@ class Block(nn.Module):
     @property
     def takes_sums(self) -> bool:
         """Whether the order, as it is now, takes a sum that the block before has left, and leaves its own."""
-        return self.order is pre_norm or self.order is sandwich_norm
+        return self.order in (pre_norm, sandwich_norm, reordered_norm)
 
     def again(self, forward: Callable[..., Returned], *inputs: Any) -> Returned:
         """Return forward(*inputs); with `attention_again` backward computes it once more.

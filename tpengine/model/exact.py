@@ -41,6 +41,7 @@ from tpengine.layers.placement import SaysPlacements, check_tokens
 from tpengine.layers.prepared_weights import Contents
 from tpengine.layers.row import RowParallelLinear
 from tpengine.layers.rows import Rows
+from tpengine.layers.width_norm import WidthNorm, norm_over_ranks
 from tpengine.layout.parameters import ALIGNMENT_BYTES
 
 
@@ -190,7 +191,7 @@ class HeldShards(nn.Module):
                 for kind, placement in said.items():
                     if placement.is_whole:
                         setattr(part, kind, getattr(first, kind))
-                if isinstance(part, ColumnParallelLinear) and part.replicas is not None:
+                if isinstance(part, ColumnParallelLinear | WidthNorm) and part.replicas is not None:
                     holder = max(shard - part.replicas.rank, held.start)
                     if holder < shard:
                         owner: Any = layers[holder - held.start].get_submodule(name)
@@ -220,9 +221,12 @@ class ExactLayer(HeldShards):
 
     def forward(self, x: Tensor, *arguments: Any) -> Tensor:
         """Compute the layer; every shard's layer is given `arguments` unchanged."""
-        inputs = self.take(x, self.cut)
+        return self.join(self.outputs(self.take(x, self.cut), *arguments), self.cut)
+
+    def outputs(self, inputs: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+        """Return what each held shard's layer makes of its input."""
         layers = self.shards.values()
-        return self.join([layer(of, *arguments) for layer, of in zip(layers, inputs, strict=True)], self.cut)
+        return [layer(of, *arguments) for layer, of in zip(layers, inputs, strict=True)]
 
 
 class ExactMatmuls(ExactLayer):
@@ -275,6 +279,17 @@ class ExactMatmuls(ExactLayer):
 
     def _weights(self) -> list[Tensor]:
         return [linear.weight for linear in self._linears]
+
+
+class ExactWidthNormed(ExactMatmuls):
+    """Attention whose queries and keys are normed over all heads: all held shards' are there before one goes on."""
+
+    def outputs(self, inputs: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+        """See ExactLayer.outputs."""
+        layers: list[Any] = list(self.shards.values())
+        qkvs = [layer.projected(of, *arguments) for layer, of in zip(layers, inputs, strict=True)]
+        normed = norm_over_ranks(qkvs, [(layer.q_norm, layer.k_norm) for layer in layers], self.cut.comm)
+        return [layer.attended(qkv, *arguments) for layer, qkv in zip(layers, normed, strict=True)]
 
 
 class ExactNorm(HeldShards):

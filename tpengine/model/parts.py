@@ -7,6 +7,7 @@ and for the pieces of the parameter table that this rank holds.
 from __future__ import annotations
 
 import functools
+import math
 import pkgutil
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -15,23 +16,27 @@ import torch
 from torch import nn
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.attention.choice import Whose
-from tpkernels.ops.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from tpkernels.ops.rope import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 
 from tpengine.architectures import describe
 from tpengine.config import ModelConfig
-from tpengine.layers.attention import Attention, Rotation, Scores
+from tpengine.layers.attention import Attention
 from tpengine.layers.bias import LearnedPositions
 from tpengine.layers.column import ColumnParallelLinear
 from tpengine.layers.dropout import Dropout
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.mlp import FeedForward
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
+from tpengine.layers.query_scaling import QueryScaling
+from tpengine.layers.scores import Rotation, Scores
 from tpengine.layers.vocabulary import VocabParallelEmbedding
+from tpengine.layers.width_norm import WidthNorm
 from tpengine.model.exact import (
     ExactLayer,
     ExactMatmuls,
     ExactNorm,
     ExactPositions,
+    ExactWidthNormed,
     Shards,
     collect,
     stacked,
@@ -70,12 +75,32 @@ _NORMS = {"rms": RMSNorm, "rms_offset": OffsetRMSNorm, "layer": LayerNorm}
 
 def scores_of(part: describe.Attention, model: ModelConfig) -> Scores:
     """Return how a part's scores are made, with the model's rotary frequencies unless it has its own."""
-    rotation = Rotation(part.rope_theta) if part.rope_theta else Rotation(model.rope_theta, scaling_of(model))
-    return Scores(rotation if part.rotates else None, part.window or None, part.scale or None)
+    rotation = Rotation(part.rope_theta) if part.rope_theta else rotation_of(model)
+    grows = QueryScaling(part.query_beta, part.query_length) if part.query_beta else None
+    return Scores(rotation if part.rotates else None, part.window or None, part.scale or None, grows)
 
 
-def scaling_of(model: ModelConfig) -> RopeScaling | None:
-    """Return the scaling of a model's rotary frequencies."""
+def rotation_of(model: ModelConfig) -> Rotation:
+    """Return a model's rotary frequencies, with their scaling, and how much of a head they rotate.
+
+    Of longrope the long factors are taken in sequences of more than original_max_position_embeddings tokens, the short
+    ones in others. A sequence has the length that the run is set to (train.seq_len), also where it holds packed
+    documents, and where text is made the length to which it may grow. transformers asks for the furthest position of
+    each pass, which is the same unless a longer sequence was allowed than came.
+    """
+    rope, size = model.details.rope, None if model.rotary_size == model.head_size else model.rotary_size
+    if rope.rope_type != "longrope":
+        return Rotation(model.rope_theta, _scaling_of(model), size)
+    original = rope.original_max_position_embeddings
+    grown = math.sqrt(1 + math.log(rope.factor) / math.log(original)) if rope.factor > 1 else 1.0
+    short, long = (
+        LongRopeScaling(factors, rope.attention_factor or grown) for factors in (rope.short_factor, rope.long_factor)
+    )
+    return Rotation(model.rope_theta, short, size, (original, long))
+
+
+def _scaling_of(model: ModelConfig) -> RopeScaling | None:
+    """Return the scaling of a model's rotary frequencies, where it is one for all lengths."""
     rope = model.details.rope
     match rope.rope_type:
         case "linear":
@@ -261,6 +286,10 @@ def _norm_over(part: describe.Norm, parts: FastParts, size: int, comm: Communica
     return made
 
 
+def _width_norm(parts: FastParts, size: int, replicas: Communicator | None) -> WidthNorm:
+    return WidthNorm(size, parts.tp, eps=parts.model.norm_eps, replicas=replicas, **parts.options)
+
+
 def attention(part: describe.Attention, parts: FastParts, dropout: Dropout | None) -> nn.Module:
     """x[T/tp, D] -> x[T/tp, D]."""
     model = parts.model
@@ -273,6 +302,7 @@ def attention(part: describe.Attention, parts: FastParts, dropout: Dropout | Non
         qkv_bias=part.qkv_bias,
         output_bias=part.output_bias,
         head_norm=functools.partial(_norm_over, part.head_norm, parts) if part.head_norm else None,
+        width_norm=functools.partial(_width_norm, parts) if part.norms_width else None,
         scores=scores_of(part, model),
         replicas=parts.replicas,
         dropout=dropout,
@@ -315,6 +345,8 @@ def exact_attention(part: describe.Attention, parts: ExactParts, dropout: Dropou
             f"num_kv_heads must be at least tp unless sinks sum over the ranks that share a head: num_kv_heads "
             f"{num_kv_heads}, tp {num_ranks}: pass sinks"
         )
+    if part.norms_width:
+        return ExactWidthNormed(parts.shards, [each.layer(part, dropout) for each in parts.each], collect)
     return exact_products(part, parts, dropout)
 
 

@@ -20,6 +20,7 @@ from tpengine.architectures.registry import architecture_of
 from tpengine.layers.dropout import LayerDropouts, Position
 from tpengine.layers.placement import placements_of
 from tpengine.layers.rows import Rows
+from tpengine.layers.scaled import scaled
 from tpengine.layout.parameters import Piece, pieces_of, stage_specs
 from tpengine.model.block import Block, Sum, computed_again, hand_on, normed, whole
 from tpengine.model.parts import Parts
@@ -111,7 +112,8 @@ class Transformer(nn.Module):
             left = computed_again(block, left, rows) if again else hand_on(block, left, rows)
         if last < self.model.num_layers:
             return whole(left)
-        y: Tensor = self.lm_head(self._last_norm(left))
+        # Before the product: no second tensor as large as the logits, and the same bits for powers of two.
+        y: Tensor = self.lm_head(scaled(self._last_norm(left), self.ends.logits_scale))
         return y
 
     def _last_norm(self, x: Tensor | Sum) -> Tensor:
@@ -121,9 +123,11 @@ class Transformer(nn.Module):
 
     def _embedded(self, tokens: Tensor, rows: Rows) -> Tensor:
         x: Tensor = self.embed_tokens(tokens)
-        if self.ends.embedding_scale != 1.0:
-            # Rounded to float32 in every dtype, as transformers has it.
-            x = x * torch.tensor(self.ends.embedding_scale, dtype=torch.float32, device=x.device).to(x.dtype)
+        scale = self.ends.embedding_scale
+        if self.ends.rounds_scale and scale != 1.0:
+            # To float32 in every dtype, as transformers has it.
+            scale = torch.tensor(scale, dtype=torch.float32, device="cpu").to(x.dtype).item()
+        x = scaled(x, scale)
         if self.ends.has_positions:
             x = self.embed_positions(x, rows)
         return x

@@ -68,6 +68,35 @@ def tiny_entries(architecture: str, seq: int) -> dict[str, Any]:
             "sliding_window": window,
             "tie_word_embeddings": True,
         },
+        "granite": {
+            "rope_parameters": plain,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 1 / 64,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+        },
+        "smollm3": {
+            "rope_parameters": plain,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": window,
+        },
+        "olmo3": {
+            "rope_parameters": {windows[0]: plain, windows[1]: {**yarn, "rope_theta": 1e4}},
+            "layer_types": windows,
+            "sliding_window": window,
+        },
+        "ministral3": {"head_dim": 64, "rope_parameters": {**yarn, "llama_4_scaling_beta": 0.1}},
+        "phi3": {
+            "original_max_position_embeddings": original,
+            "rope_parameters": {
+                **plain,
+                "rope_type": "longrope",
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + i / 24 for i in range(24)],
+                "long_factor": [1.0 + i / 8 for i in range(24)],
+            },
+        },
     }
     entries: dict[str, Any] = {"tie_word_embeddings": False, "vocab_size": _VOCABULARY}
     if architecture != "gpt2":

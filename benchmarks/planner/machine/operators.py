@@ -17,9 +17,10 @@ from tpkernels.ops.attention.host import causal_attention
 from benchmarks.planner.machine.clock import Clock
 from benchmarks.planner.machine.sizes import Sizes
 from tpengine.config import OptimConfig
-from tpengine.layers.attention import Scores, attend
+from tpengine.layers.attention import attend
 from tpengine.layers.mlp import activated
 from tpengine.layers.norm import RMSNorm
+from tpengine.layers.scores import Scores
 from tpengine.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tpengine.training.optimizer import AdamW
 

@@ -413,6 +413,39 @@ class Llama3Scaling:
         return frequencies * (kept + (1 - kept) / self.factor)
 
 
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE: each frequency is divided by a factor of its own.
+
+        frequency_i /= factors[i];   cos and sin *= amplitude
+
+    Args:
+        factors: one of each pair of elements.
+        amplitude: of cos and sin.
+
+    Raises:
+        ValueError: a factor that is not positive, or another number of pairs.
+
+    Source: Ding et al., "LongRoPE", arXiv 2402.13753; the amplitude is that of Microsoft's Phi-3.
+    """
+
+    factors: tuple[float, ...]
+    amplitude: float = 1.0
+
+    def __post_init__(self) -> None:
+        if min(self.factors, default=0.0) <= 0:
+            raise ValueError(f"a LongRoPE scaling needs positive factors: got {self}: take them from the checkpoint")
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        """Return the scaled frequencies, in radians per token."""
+        if len(frequencies) != len(self.factors):
+            raise ValueError(
+                f"a LongRoPE scaling has a factor for each pair: {len(self.factors)} factors, {len(frequencies)} "
+                "pairs: take those of this head size"
+            )
+        return frequencies / torch.tensor(self.factors, dtype=frequencies.dtype, device=frequencies.device)
+
+
 def rope_tables(
     num_positions: int,
     head_size: int,

@@ -13,6 +13,11 @@ CONFIGS = {
     "mistral": "MistralConfig",
     "gpt2": "GPT2Config",
     "gemma3": "Gemma3TextConfig",
+    "granite": "GraniteConfig",
+    "smollm3": "SmolLM3Config",
+    "phi3": "Phi3Config",
+    "olmo3": "Olmo3Config",
+    "ministral3": "Ministral3Config",
 }
 
 
@@ -59,13 +64,27 @@ def _family(architecture: str, draw: random.Random) -> dict[str, Any]:
         rms_norm_eps=draw.choice([1e-6, 1e-2]),
         tie_word_embeddings=draw.random() < 0.5,
     )
-    if architecture != "qwen2":
+    if architecture not in ("qwen2", "phi3"):
         entries["head_dim"] = draw.choice([4, 8, 12])
-    if architecture in ("llama", "qwen3", "gemma3"):
+    if architecture in ("llama", "qwen3", "gemma3", "granite", "smollm3", "olmo3"):
         entries["attention_bias"] = draw.random() < 0.5
-    if architecture == "llama":
+    if architecture in ("llama", "granite", "smollm3"):
         entries["mlp_bias"] = draw.random() < 0.5
-    if architecture == "mistral":
+    if architecture == "granite":
+        entries |= dict(
+            embedding_multiplier=draw.choice([1.0, 12.3]),
+            attention_multiplier=draw.choice([0.015625, 0.3]),
+            residual_multiplier=draw.choice([0.22, 1.0]),
+            logits_scaling=draw.choice([8.0, 3.0]),
+        )
+    if architecture == "smollm3":
+        entries |= dict(
+            no_rope_layers=draw.choice([None, [1, 0], [0, 1]]),
+            no_rope_layer_interval=draw.choice([2, 4]),
+            use_sliding_window=draw.random() < 0.5,
+            sliding_window=draw.choice([3, 7]),
+        )
+    if architecture in ("mistral", "ministral3"):
         entries["sliding_window"] = draw.choice([None, 1, 5])
     if architecture in ("qwen2", "qwen3"):
         entries |= dict(
@@ -73,7 +92,7 @@ def _family(architecture: str, draw: random.Random) -> dict[str, Any]:
             sliding_window=draw.choice([3, 7]),
             max_window_layers=draw.choice([0, 1, 2]),
         )
-    if architecture == "gemma3":
+    if architecture in ("gemma3", "olmo3"):
         kinds = ["sliding_attention", "full_attention"]
         entries |= dict(
             layer_types=[draw.choice(kinds), draw.choice(kinds)],
@@ -85,6 +104,39 @@ def _family(architecture: str, draw: random.Random) -> dict[str, Any]:
                 kinds[1]: {name: value for name, value in _rope(draw).items() if name != "truncate"},
             },
         )
+        if architecture == "olmo3":
+            del entries["query_pre_attn_scalar"]
+            # One base: version 4 has no other place for it.
+            theta = entries["rope_parameters"][kinds[1]]["rope_theta"]
+            entries["rope_parameters"][kinds[0]]["rope_theta"] = theta
+    elif architecture == "phi3":
+        # Heads of an even number of elements of which an even number is rotated.
+        size, rotated = draw.choice([(8, 8), (8, 6), (10, 4)])
+        entries |= dict(hidden_size=heads * size, sliding_window=draw.choice([None, 5]))
+        entries["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": draw.choice([100.0, 10000.0]),
+            "partial_rotary_factor": rotated / size,
+        }
+        if draw.random() < 0.7:
+            # Sequences are longer than the first length, and shorter than the second.
+            entries |= dict(original_max_position_embeddings=draw.choice([8, 64]), max_position_embeddings=256)
+            entries["rope_parameters"] |= dict(
+                rope_type="longrope",
+                short_factor=[draw.uniform(1, 2) for _ in range(rotated // 2)],
+                long_factor=[draw.uniform(2, 9) for _ in range(rotated // 2)],
+            )
+            if draw.random() < 0.3:
+                entries["rope_parameters"] |= dict(factor=4.0, attention_factor=0.7)
+    elif architecture == "ministral3":
+        mscale = draw.choice([None, 0.7, 1.0])
+        entries["rope_parameters"] = {
+            "rope_type": "yarn",
+            "rope_theta": draw.choice([100.0, 10000.0]),
+            "factor": draw.choice([2.0, 4.0]),
+            "original_max_position_embeddings": draw.choice([4, 64]),
+            "llama_4_scaling_beta": draw.choice([0.1, 0.7]),
+        } | ({} if mscale is None else {"mscale": mscale, "mscale_all_dim": 1.0})
     else:
         entries["rope_parameters"] = _rope(draw)
     return entries

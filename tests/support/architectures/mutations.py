@@ -19,9 +19,12 @@ from tpkernels.ops.norm import operator
 from tpengine.architectures.describe import ConfigJson
 from tpengine.config.settings import RopeScaling
 from tpengine.hugging_face.write import TensorToWrite
-from tpengine.layers import attention, bias, norm
+from tpengine.layers import attention, bias, norm, width_norm
+from tpengine.layers.query_scaling import QueryScaling
+from tpengine.layers.scores import Rotation, rope
 from tpengine.layout.parameters import EMBEDDING, HEAD, ParameterSpec
 from tpengine.layout.stored import FileBox, Stored
+from tpengine.model import block
 
 # The package names a function of the same name.
 export = importlib.import_module("tpengine.commands.weights")
@@ -36,7 +39,7 @@ def broken(name: str) -> Iterator[None]:
 
 def control() -> Any:
     """Break nothing."""
-    return patch.object(attention, "rope", attention.rope)
+    return patch.object(attention, "rope", rope)
 
 
 def rotated_in_the_other_convention() -> Any:
@@ -52,21 +55,27 @@ def rotated_in_the_other_convention() -> Any:
 def default_theta_taken() -> Any:
     """The base is 10000, whatever config.json says."""
     read = ConfigJson.rope
-    return patch.object(ConfigJson, "rope", lambda config, section=None: (10000.0, read(config, section)[1]))
+    return patch.object(
+        ConfigJson, "rope", lambda config, section=None, default=0.0, **_: (10000.0, read(config, section)[1])
+    )
 
 
 def rope_scaling_dropped() -> Any:
     """Frequencies are not scaled, whatever config.json says."""
     read = ConfigJson.rope
-    return patch.object(ConfigJson, "rope", lambda config, section=None: (read(config, section)[0], RopeScaling()))
+    return patch.object(
+        ConfigJson, "rope", lambda config, section=None, default=0.0, **_: (read(config, section)[0], RopeScaling())
+    )
 
 
 def attention_factor_dropped() -> Any:
     """Yarn's frequencies without the factor of its tables, 0.1 ln(factor) + 1."""
     read = ConfigJson.rope
 
-    def rope(config: ConfigJson, section: str | None = None) -> tuple[float, RopeScaling]:
-        theta, scaling = read(config, section)
+    def rope(
+        config: ConfigJson, section: str | None = None, default: float = 1e4, **_: Any
+    ) -> tuple[float, RopeScaling]:
+        theta, scaling = read(config, section, default)
         return theta, replace(scaling, attention_factor=1.0)
 
     return patch.object(ConfigJson, "rope", rope)
@@ -74,7 +83,7 @@ def attention_factor_dropped() -> Any:
 
 def queries_rotated_one_position_late() -> Any:
     """Only the distance of a query from a key counts: a shift of both would change nothing."""
-    rotate, seen = attention.rope, []
+    rotate, seen = rope, []
 
     def late(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         seen.append(x)
@@ -83,6 +92,26 @@ def queries_rotated_one_position_late() -> Any:
         return rotate(x, cos.roll(1, 0), sin.roll(1, 0)) if is_query else rotate(x, cos, sin)
 
     return patch.object(attention, "rope", late)
+
+
+def long_factors_dropped() -> Any:
+    """Of longrope the short factors are taken, however long a sequence is."""
+    return patch.object(Rotation, "scaling_of", lambda rotation, seq: rotation.scaling)
+
+
+def queries_do_not_grow() -> Any:
+    """Queries far from the beginning are as those near it."""
+    return patch.object(QueryScaling, "factors", lambda scaling, seq, like: None)
+
+
+def multipliers_dropped() -> Any:
+    """What halves add is added as it is."""
+    return patch.object(block, "scaled", lambda x, factor: x)
+
+
+def squares_of_own_heads() -> Any:
+    """A norm over all heads is one over the rank's own, as if there were no others."""
+    return patch.object(width_norm, "of_all_ranks", lambda x, comm: x.repeat(comm.size, 1, 1))
 
 
 def learned_positions_shifted_by_one() -> Any:

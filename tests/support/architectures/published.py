@@ -125,6 +125,72 @@ _GEMMA = {
     "torch_dtype": "bfloat16",
     "vocab_size": 262144,
 }
+# What is not written here of SmolLM3, Phi and OLMo 3 is transformers' default.
+_GRANITE = {
+    "architectures": ["GraniteForCausalLM"],
+    "model_type": "granite",
+    "attention_bias": False,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "hidden_act": "silu",
+    "logits_scaling": 8.0,
+    "max_position_embeddings": 4096,
+    "mlp_bias": False,
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 49155,
+}
+_SMOLLM3 = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "model_type": "smollm3",
+    "attention_bias": False,
+    "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536,
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_key_value_heads": 4,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
+_PHI3 = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+_OLMO3 = {
+    "architectures": ["Olmo3ForCausalLM"],
+    "model_type": "olmo3",
+    "attention_bias": False,
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 8,
+    "max_position_embeddings": 65536,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 500000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 100278,
+}
 
 
 def _sizes(hidden: int, ffn: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
@@ -182,4 +248,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "GPT-2 large": (_gpt2(1280, 36, 20), 774_030_080),
     "GPT-2 XL": (_gpt2(1600, 48, 25), 1_557_611_200),
     "Gemma 3 1B": (_GEMMA, 999_885_952),
+    "Granite 3.0 2B": ({**_GRANITE, **_sizes(2048, 8192, 40, 32)}, 2_533_531_648),
+    "SmolLM3 3B": ({**_SMOLLM3, **_sizes(2048, 11008, 36, 16)}, 3_075_098_624),
+    "Phi-3 mini 4k": (
+        {**_PHI3, **_sizes(3072, 8192, 32, 32, sliding_window=2047, vocab_size=32064, rope_theta=10000.0)},
+        3_821_079_552,
+    ),
+    "Phi-4": (
+        {
+            **_PHI3,
+            **_sizes(5120, 17920, 40, 40, num_key_value_heads=10, sliding_window=None, vocab_size=100352),
+            "rope_theta": 250000,
+            "max_position_embeddings": 16384,
+            "original_max_position_embeddings": 16384,
+        },
+        14_659_507_200,
+    ),
+    "OLMo 3 7B": ({**_OLMO3, **_sizes(4096, 11008, 32, 32)}, 7_298_011_136),
 }

@@ -28,6 +28,28 @@ SIZES: dict[str, dict[str, Any]] = {
     for name in CONFIGS
 } | {"gpt2": dict(n_layer=4, n_head=4, n_embd=24, n_positions=32)}
 SIZES["gemma3"]["layer_types"] = ["sliding_attention", "full_attention"] * 2
+SIZES["olmo3"]["layer_types"] = ["sliding_attention", "full_attention"] * 2
+SIZES["smollm3"]["no_rope_layers"] = [1, 0, 1, 0]
+# Texts are longer than the length from which queries grow.
+SIZES["ministral3"]["rope_parameters"] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "llama_4_scaling_beta": 0.3,
+}
+# transformers changes the factors of longrope when a text reaches the original length; here it is never that long.
+SIZES["phi3"] |= {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.6,
+        "short_factor": [1.0, 1.5, 2.0],
+        "long_factor": [1.5, 2.0, 4.0],
+    },
+    "original_max_position_embeddings": 64,
+    "max_position_embeddings": 256,
+}
 CPU = torch.device("cpu")
 
 

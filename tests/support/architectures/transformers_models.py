@@ -41,8 +41,10 @@ def tensor_of(model: ModelConfig, spec: ParameterSpec, weights: Mapping[str, Ten
     if found.rule.is_transposed and tensor.dim() == 2:
         tensor = tensor.T
     if len(found.packed) > 1:
-        sizes = {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}
-        rows = [sizes[name.rpartition(".")[2][0]] * model.head_size for name in found.packed]
+        size, ffn = model.head_size, model.ffn_size
+        sizes = {"q": model.num_heads * size, "k": model.num_kv_heads * size, "v": model.num_kv_heads * size}
+        sizes |= {"gate": ffn, "up": ffn}
+        rows = [sizes[name.rpartition(".")[2].removesuffix("_proj")] for name in found.packed]
         tensor = tensor.split(rows)[found.packed.index(module)]
     if spec.valid_rows is not None:
         tensor = nn.functional.pad(tensor, (0, 0, 0, spec.shape[0] - spec.valid_rows))

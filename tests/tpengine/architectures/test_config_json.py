@@ -92,6 +92,11 @@ def test_an_entry_that_changes_results_is_read_or_refused(architecture: str, see
     config = drawn_config(architecture, seed)
     values = full(config, _name_of(config))
     unread = _UNREAD | (_BESIDE_LAYER_TYPES if "layer_types" in values else set())
+    # What no_rope_layers stands for.
+    unread |= {"no_rope_layer_interval"} if "no_rope_layers" in values else set()
+    # Of longrope.
+    if values.get("rope_parameters", {}).get("rope_type") == "default":
+        unread |= {"original_max_position_embeddings"}
     for entry in values.keys() - unread - {"architectures"}:
         for other in _others(values[entry]):
             assert read({**values, entry: other}) != read(values), f"{entry}: {values[entry]} and {other} are one"

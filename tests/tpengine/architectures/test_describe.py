@@ -107,6 +107,7 @@ SCALINGS = [
     RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
     RopeScaling("yarn", 4.0, 32768, attention_factor=0.8, truncate=False),
     RopeScaling("yarn", 4.0, 32768),
+    RopeScaling("longrope", 4.0, 32768, short_factor=(1.0, 1.5), long_factor=(2.0, 3.5)),
 ]
 
 
@@ -115,7 +116,7 @@ def test_both_spellings_of_rotary_positions_are_written_equal(scaling: RopeScali
     written = written_rope(500000.0, scaling)
     assert read_rope(written, "config.json") == (500000.0, scaling)
     new = {"rope_parameters": written["rope_parameters"]}
-    old = {name: written[name] for name in ("rope_theta", "rope_scaling")}
+    old = {name: value for name, value in written.items() if name != "rope_parameters"}
     assert read_rope(new, "config.json") == read_rope(old, "config.json") == (500000.0, scaling)
 
 
@@ -154,12 +155,26 @@ def test_spellings_that_differ_are_refused(scaling: RopeScaling, spelling: str) 
         ({"hidden_size": "64"}, "hidden_size must be an integer: got '64'"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not there yet"),
         (
-            {"rope_scaling": {"type": "longrope"}},
-            "one of default, linear, llama3, yarn: got 'longrope'",
+            {"rope_scaling": {"type": "dynamic"}},
+            "one of default, linear, llama3, yarn, longrope: got 'dynamic'",
+        ),
+        ({"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 8}}, "rope_type longrope needs short_factor"),
+        (
+            {"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 8, "short_factor": [1.0, "2"]}},
+            "short_factor of rope_type longrope must be an array of numbers: got [1.0, '2']",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 8, "short_factor": [1.0] * 7}},
+            "model.details.rope.short_factor must be 8 positive numbers, one of each pair of the 16 rotated elements",
+        ),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 2]}, "no_rope_layers must be 1 or 0"),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.2},
+            "must rotate an even number of a head's elements: got 0.2 with heads of 16, so 3",
         ),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "needs low_freq_factor, high_freq_factor"),
         ({"rope_scaling": {"type": "linear", "factor": "8"}}, "factor of rope_type linear must be a number"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale of rotary positions"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 0.7}}, "mscale of rotary positions"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor of rope_type linear must be at least 1"),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": -1}},

@@ -35,6 +35,30 @@ PARTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 5},
     "gpt2": {"n_embd": 24, "n_head": 4, "n_layer": 4, "n_inner": 48, "n_positions": 24, "tie_word_embeddings": True},
     "gemma3": {"layer_types": ["sliding_attention", "full_attention"] * 2, "attention_bias": True},
+    "granite": {"attention_bias": True, "residual_multiplier": 0.22},
+    "phi3": {
+        "hidden_size": 40,
+        "sliding_window": 5,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 100.0,
+            "partial_rotary_factor": 0.6,
+            "short_factor": [1.0, 1.5, 2.0],
+            "long_factor": [1.5, 2.0, 4.0],
+        },
+        "original_max_position_embeddings": 8,
+    },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 4,
+            "llama_4_scaling_beta": 0.5,
+        }
+    },
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"] * 2, "attention_bias": True},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 5},
 }
 
 
@@ -43,7 +67,7 @@ def config(
     architecture: str, layout: tuple[int, int, int], schedule: str, zero: int = 0, reduction: str = "fast"
 ) -> Config:
     given = dict(SIZES) if architecture != "gpt2" else {}
-    if architecture == "qwen2":
+    if architecture in ("qwen2", "phi3"):
         del given["head_dim"]
     theirs = drawn_config(architecture, 1, **{**given, "vocab_size": 250, **PARTS[architecture]})
     base = config_of(*layout, tied=False, kv_heads=4, schedule=schedule, num_layers=4, zero=zero)
@@ -86,9 +110,11 @@ def test_sliced_weights_train_as_one_process(ranks: RankPool, architecture: str)
     compare(trained(ranks, config(architecture, (2, 2, 1), "1f1b", zero=3)), want, LEAST.get(architecture, 0.0))
 
 
-# GPT-2 at tp 2, Gemma 3 at pp 2.
-@pytest.mark.by_default("gpt2-layout20-1f1b")
-@pytest.mark.parametrize(("architecture", "layout", "schedule"), cases(lambda i, place: (i, place) in ((4, 0), (5, 2))))
+# GPT-2 at tp 2, Gemma 3 at pp 2; OLMo 3 at tp 2, where a norm is over the heads of both ranks.
+@pytest.mark.by_default("gpt2-layout20-1f1b", "olmo3-layout45-1f1b")
+@pytest.mark.parametrize(
+    ("architecture", "layout", "schedule"), cases(lambda i, place: (i, place) in ((4, 0), (5, 2), (9, 0)))
+)
 def test_exact_mode_gives_the_bits_of_one_process(
     ranks: RankPool, architecture: str, layout: tuple[int, int, int], schedule: str
 ) -> None:

@@ -34,6 +34,8 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 2.0], "long_factor": [2.0, 3.0]}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 16}
 SIZES: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
 # mutation -> a configuration that can show it
@@ -45,6 +47,9 @@ OF_ONE_PROCESS: dict[str, tuple[str, dict[str, Any]]] = {
     "queries_rotated_one_position_late": ("llama", {**SIZES, "rope_parameters": PLAIN}),
     "learned_positions_shifted_by_one": ("gpt2", {}),
     "layer_norm_bias_missing": ("gpt2", {}),
+    "long_factors_dropped": ("phi3", {**HEADS, "rope_parameters": LONGROPE, "original_max_position_embeddings": 8}),
+    "queries_do_not_grow": ("ministral3", {**SIZES, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}),
+    "multipliers_dropped": ("granite", {**SIZES, "residual_multiplier": 0.22}),
 }
 
 
@@ -67,7 +72,11 @@ def judge(what: str, tried: list[str], unnoticed: list[str], count_mutations: Co
 
 
 # mutation -> architecture, at tp 2
-OF_RANKS = {"q_norm_not_summed_over_tp": "qwen3", "packed_cut_as_one_block": "gpt2"}
+OF_RANKS = {
+    "q_norm_not_summed_over_tp": "qwen3",
+    "packed_cut_as_one_block": "gpt2",
+    "squares_of_own_heads": "olmo3",
+}
 
 
 def broken_losses(config: Config, mutation: str) -> list[float]:

@@ -30,11 +30,11 @@ from tpengine.layers import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
-from tpengine.layers.attention import Rotation, rope, tables_of
 from tpengine.layers.bias import LearnedPositions
 from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
 from tpengine.layers.mlp import FeedForward
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm
+from tpengine.layers.scores import Rotation, rope, tables_of
 
 D, FFN, V, SEQ, T = 32, 48, 64, 8, 32
 ONE = Communicator(None)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers import Attention, KeyValueCache, RMSNorm, SwiGLU, VocabParallelEmbedding
-from tpengine.layers.attention import tables_of
+from tpengine.layers.scores import tables_of
 from tpengine.model.exact import ExactMatmuls, Shards, collect
 
 D, SEQ, T = 16, 8, 16

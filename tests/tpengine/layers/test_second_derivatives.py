@@ -18,9 +18,9 @@ from tpengine.layers import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
-from tpengine.layers.attention import rope
 from tpengine.layers.collectives import all_reduce, copy, gather, reduce_scatter
 from tpengine.layers.mlp import activated
+from tpengine.layers.scores import rope
 from tpengine.model.exact import Shards, collect, spread, stacked
 
 D, T = 4, 6

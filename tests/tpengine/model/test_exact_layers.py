@@ -33,10 +33,11 @@ from tpkernels.exchange.communicator import Communicator
 from tpkernels.launch import accumulation_dtype
 
 from tpengine.architectures.describe import Attention, FeedForward
-from tpengine.layers.attention import Rotation, Scores, attend
+from tpengine.layers.attention import attend
 from tpengine.layers.dropout import Dropout, Position
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.mlp import activated
+from tpengine.layers.scores import Rotation, Scores
 from tpengine.model.parts import ExactParts, FastParts
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -215,7 +215,7 @@ def _block_lines(sheet: Sheet) -> Iterator[str]:
     keeps_parts = recompute in (Recompute.NONE, Recompute.ATTENTION)
     for place in range(len(block.halves) - 1, -1, -1) if keeps_parts else ():
         half = block.halves[place]
-        if place > 0:
+        if place > 0 and block.keeps_input(place, recompute):
             yield _line(f"sum after {block.halves[place - 1].part.title}", x, s.x)
         if recompute is Recompute.NONE or not half.part.is_computed_again:
             yield from _half_lines(block, place)

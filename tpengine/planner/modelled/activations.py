@@ -61,7 +61,7 @@ class BlockBytes:
     def half(self, place: int) -> int:
         """Return what one half keeps beside its input: what the norms and the part keep, a mask of dropout."""
         half, s = self.halves[place], self.s
-        own = num_kept(half.norm.kept(s)) + num_kept(half.part.kept(s))
+        own = num_kept(half.norm.kept(s)) + num_kept(half.part.kept(s)) - self.reads_input(place) * s.gathered
         return own + s.residual_mask + self.behind(place)
 
     def behind(self, place: int) -> int:
@@ -76,23 +76,36 @@ class BlockBytes:
                 return x
             case Recompute.FULL:
                 return 0
-        again = recompute is Recompute.ATTENTION
-        found = x
-        for place, half in enumerate(self.halves):
-            # The sum before a half is the block's input, or a tensor of its own.
-            found += x * (place > 0) + (0 if again and half.part.is_computed_again else self.half(place))
-        return found
+        # The sum before a half is the block's input, or a tensor of its own.
+        return sum(
+            x * self.keeps_input(place, recompute) + (0 if self.is_again(place, recompute) else self.half(place))
+            for place in range(len(self.halves))
+        )
+
+    def is_again(self, place: int, recompute: Recompute) -> bool:
+        """Return whether a half alone is computed again."""
+        return recompute is Recompute.ATTENTION and self.halves[place].part.is_computed_again
+
+    def reads_input(self, place: int) -> bool:
+        """Return whether what a half gathers is its input itself: without a norm before, where nothing is gathered."""
+        s = self.s
+        return not self.halves[place].norm.keeps_input and (s.own_tokens == s.tokens or not s.keeps_gathered)
+
+    def keeps_input(self, place: int, recompute: Recompute) -> bool:
+        """Return whether a half's input is kept: by its norm, by its product, or to be computed from again."""
+        is_kept = self.halves[place].norm.keeps_input or self.reads_input(place)
+        return is_kept or self.is_again(place, recompute)
 
     @property
     def output_gradient(self) -> int:
         """The part of `deferred` that is the gradient of the block's output itself, [t, D].
 
-        It is another tensor with dropout, a norm of the output, or gathering. It has t rows where each rank has all
-        tokens, or gathers again.
+        It is another tensor with dropout, a norm or a scale of the output, or gathering. It has t rows where each rank
+        has all tokens, or gathers again.
         """
         s = self.s
         has_all = s.own_tokens == s.tokens or not s.keeps_gathered
-        return s.x if has_all and not s.residual_mask and not self.halves[-1].behind else 0
+        return s.x if has_all and not s.residual_mask and not self.halves[-1].changes_output else 0
 
     @property
     def deferred(self) -> int:
@@ -101,9 +114,10 @@ class BlockBytes:
         return sum(product.operands(self.s) for product in products) + self.vectors * self.s.wide
 
 
-def forward_block(block: BlockBytes, ledger: Ledger, recompute: Recompute) -> None:
+def forward_block(block: BlockBytes, ledger: Ledger, recompute: Recompute, *, input_in_slot: bool = False) -> None:
     """Walk from a block's input, which is held already, to its output; keep what `recompute` says."""
     x, is_kept = block.s.x, recompute is Recompute.NONE
+    whole = recompute in (Recompute.BLOCK, Recompute.FULL)
     for place, half in enumerate(block.halves):
         if place == 0:
             # What it adds stays until the block ends.
@@ -114,7 +128,8 @@ def forward_block(block: BlockBytes, ledger: Ledger, recompute: Recompute) -> No
             _forward_half(block, place, ledger)
             # What it adds, and the output.
             ledger.briefly(2 * x)
-        whole = recompute in (Recompute.BLOCK, Recompute.FULL)
+        if not whole and not block.keeps_input(place, recompute):
+            ledger.free(x * (place > 0 or not input_in_slot))
         if whole or (not is_kept and half.part.is_computed_again):
             ledger.free(block.half(place), (place > 0) * whole * x)
 
@@ -123,7 +138,10 @@ def _forward_half(block: BlockBytes, place: int, ledger: Ledger) -> None:
     """Walk from a half's input to what it adds."""
     half, s = block.halves[place], block.s
     ledger.make(num_kept(half.norm.kept(s)))
+    # It is the input, which is held already.
+    ledger.free(block.reads_input(place) * s.gathered)
     half.part.forward_walk(s, ledger)
+    ledger.briefly((half.part.residual_scale != 1.0) * 2 * s.x)
     ledger.make(s.residual_mask, block.behind(place))
 
 
@@ -134,13 +152,13 @@ class _HalfBackward:
         s: sizes of the rank.
         ledger: what is held.
         norm: of the part's input.
-        num_behind: norms behind the part, whose gradient stands beside the block's until the part has used it.
+        changes_output: the gradient of the part's output stands beside the block's until the part has used it.
         defers: the weight half comes later: what it needs stays.
     """
 
-    def __init__(self, s: Sizes, ledger: Ledger, norm: Norm, num_behind: int, *, defers: bool) -> None:
+    def __init__(self, s: Sizes, ledger: Ledger, norm: Norm, changes_output: bool, *, defers: bool) -> None:
         self.s, self.ledger, self.defers = s, ledger, defers
-        self._norm, self._num_behind = norm, num_behind
+        self._norm, self._changes_output = norm, changes_output
 
     def weight_gradient(self, num_elements: int, *operands: int) -> None:
         """Add the gradient of a weight of so many elements and free its operands; later, if the half is deferred."""
@@ -149,8 +167,8 @@ class _HalfBackward:
             self.ledger.free(*operands)
 
     def output_gradient_used(self) -> None:
-        """Free the gradient that the norms behind the part have made."""
-        self.ledger.free((self._num_behind > 0) * self.s.x)
+        """Free the gradient that the norms behind the part, or its scale, have made."""
+        self.ledger.free(self._changes_output * self.s.x)
 
     def norm(self) -> None:
         """Walk through the norm of the part's input, whose gradient takes the place of the gradient of its output."""
@@ -174,7 +192,7 @@ def backward_block(
     """
     s, last = block.s, len(block.halves) - 1
     if recompute is Recompute.BLOCK:
-        forward_block(block, ledger, Recompute.NONE)
+        forward_block(block, ledger, Recompute.NONE, input_in_slot=input_in_slot)
         ledger.free(s.x)
     for place in range(last, -1, -1):
         half = block.halves[place]
@@ -182,10 +200,12 @@ def backward_block(
             _forward_half(block, place, ledger)
             ledger.briefly(s.x)
         _backward_behind(block, place, ledger)
-        half.part.backward(_HalfBackward(s, ledger, half.norm, len(half.behind), defers=defers))
+        # The part frees it as if it had gathered it.
+        ledger.make(block.reads_input(place) * s.gathered)
+        half.part.backward(_HalfBackward(s, ledger, half.norm, half.changes_output, defers=defers))
         if place > 0:
             # The sum before the half.
-            ledger.free(s.x)
+            ledger.free(s.x * block.keeps_input(place, recompute))
             # The gradient of the output goes, unless the second product needs it.
             keeps = defers and place == last and block.output_gradient > 0
             if place == last and not gradient_in_slot and not keeps:
@@ -200,14 +220,16 @@ def backward_block(
         ledger.make(s.gathered)
     ledger.free(s.x)
     if not input_in_slot:
+        ledger.free(s.x * block.keeps_input(0, recompute))
+    elif defers and block.reads_input(0):
         ledger.free(s.x)
 
 
 def _backward_behind(block: BlockBytes, place: int, ledger: Ledger) -> None:
-    """Walk through the norms of a half's output, if there are any: the gradient stands beside that of the block."""
+    """Walk through norms and scale of a half's output, if there are any: the gradient stands beside the block's."""
     s = block.s
+    ledger.make(block.halves[place].changes_output * s.x)
     if block.halves[place].behind:
-        ledger.make(s.x)
         ledger.briefly(s.x, 3 * s.widened(s.own_tokens * s.hidden))
         ledger.free(block.behind(place))
 
@@ -274,12 +296,17 @@ class ChunkWalks:
 
     def bytes(self) -> ChunkBytes:
         s, ends = self.s, self.ends
-        kept = self.is_first * ends.kept_first(s) + self.is_last * ends.kept_last(s) - self.in_slot * s.x
+        kept = self.is_first * ends.kept_first(s) + self.is_last * ends.kept_last(s)
+        # What lies in a slot is not counted here.
+        is_block = self.chunk.recompute is Recompute.BLOCK
+        if self.in_slot and (not self.blocks or is_block or self.blocks[0].keeps_input(0, self.chunk.recompute)):
+            kept -= s.x
         saved = sum(of.saved(self.chunk.recompute) for of in self.blocks) + kept
         if self.chunk.recompute is Recompute.FULL:
             saved = self.has_input * s.x
         deferred = sum(of.deferred for of in self.blocks)
         deferred += self.is_first * ends.deferred_first(s) + self.is_last * ends.deferred_last(s)
+        deferred -= s.x * bool(self.in_slot and self.blocks and self.blocks[0].reads_input(0))
         gradient_in_slot = not self.is_last and not self.has_gradient
         return ChunkBytes(
             saved=saved,
@@ -299,7 +326,7 @@ class ChunkWalks:
         if self.is_first:
             held.make(self.ends.kept_first(s), s.x)
         for number, block in enumerate(self.blocks):
-            forward_block(block, held, recompute)
+            forward_block(block, held, recompute, input_in_slot=number == 0 and self.in_slot)
             if recompute is Recompute.FULL and (number or self.is_first):
                 held.free(s.x)
         if self.is_last:
@@ -316,7 +343,7 @@ class ChunkWalks:
             held.make(again.now - kept - (0 if self.is_last else s.x))
         held.make(self.has_gradient * s.x)
         if self.is_last:
-            self.ends.backward_last(_HalfBackward(s, held, self.ends.norm, 0, defers=defers))
+            self.ends.backward_last(_HalfBackward(s, held, self.ends.norm, False, defers=defers))
         for number in reversed(range(len(self.blocks))):
             is_end = number == len(self.blocks) - 1 and not self.is_last
             backward_block(

@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from tpkernels.work import Work
+
 from tpengine.architectures.description import Half
 from tpengine.architectures.norm import Norm
-from tpengine.architectures.part import Operator, Product, Sizes
+from tpengine.architectures.part import Kernel, Operator, Product, Sizes
 from tpengine.architectures.registry import architecture_of, layer_halves
 from tpengine.config import ModelConfig
 from tpengine.plan import Chunk, Gathered, Kind, Recompute
@@ -236,8 +238,11 @@ class TimedHalf:
 @functools.lru_cache(maxsize=4096)
 def timed(half: Half, size: Sizes) -> TimedHalf:
     """Return the operators of a half. Output norms take no time."""
-    part = half.part
-    return TimedHalf(half.norm, part.forward(size), part.backward_operators(size), part.is_computed_again)
+    part, elements = half.part, size.own_tokens * size.hidden
+    scale = (Kernel("", Work(elements, 2 * elements * size.item)),) if part.residual_scale != 1.0 else ()
+    return TimedHalf(
+        half.norm, (*part.forward(size), *scale), (*scale, *part.backward_operators(size)), part.is_computed_again
+    )
 
 
 def _adds_up(operator: Operator) -> bool:

@@ -15,7 +15,8 @@ from benchmarks.gpu.cases.clock import device_here, medians, write
 from benchmarks.gpu.cases.kernels.tiles import MODELS_BY_NAME, save
 from benchmarks.harness.rows import environment
 from benchmarks.harness.shapes import Model
-from tpengine.layers.attention import Rotation, Scores, attend, tables_of
+from tpengine.layers.attention import attend
+from tpengine.layers.scores import Rotation, Scores, tables_of
 from tpengine.layers.torch_attention import attend_by_torch
 
 # The reference's scores of all heads are in float64.

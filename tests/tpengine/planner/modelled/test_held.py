@@ -17,11 +17,12 @@ from torch.nn import Parameter
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import Config, ModelConfig, TrainConfig
-from tpengine.config.settings import ModelDetails
+from tpengine.config.settings import ModelDetails, RopeScaling
 from tpengine.layers import vocab_parallel_cross_entropy
-from tpengine.layers.attention import Rotation, tables_of
 from tpengine.layers.gradient_sink import WeightTerms
-from tpengine.model.parts import FastParts
+from tpengine.layers.query_scaling import QueryScaling
+from tpengine.layers.scores import tables_of
+from tpengine.model.parts import FastParts, rotation_of
 from tpengine.model.transformer import Transformer
 from tpengine.pipeline.stage import Stage
 from tpengine.plan import Chunk, Gathered, Plan, Recompute, TensorSpec
@@ -137,11 +138,14 @@ def kept(
     return saved.num_bytes, deferred.num_bytes
 
 
-def rope_tables_of(config: Config, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The cosines and sines that all layers and micro-batches share."""
-    model = config.model
+def rope_tables_of(config: Config, dtype: torch.dtype) -> list[Tensor]:
+    """The cosines and sines, and factors of queries, that all layers and micro-batches share."""
+    model, seq, rope = config.model, config.train.seq_len, config.model.details.rope
     wide = torch.promote_types(dtype, torch.float32)
-    return tables_of(config.train.seq_len, model.head_size, Rotation(model.rope_theta), wide, torch.device("cpu"))
+    found = [*tables_of(seq, model.head_size, rotation_of(model), wide, torch.device("cpu"))]
+    growth = QueryScaling(rope.llama_4_scaling_beta, max(1, rope.original_max_position_embeddings))
+    factors = growth.factors(seq, torch.empty(0, dtype=dtype)) if growth.beta else None
+    return found if factors is None else [*found, factors]
 
 
 def config_of(dtype: str, batch: int, seq: int, **model: Any) -> Config:
@@ -165,6 +169,26 @@ MODELS: list[dict[str, Any]] = [
     {"architecture": "mistral", "num_kv_heads": 2, "details": ModelDetails(windows=(3, 0, 9)), **DROPS},
     {"architecture": "gpt2", "details": ModelDetails(max_positions=64)},
     {"architecture": "gemma3", "num_kv_heads": 2, "details": ModelDetails(windows=(3, 0, 9), local_rope_theta=1e4)},
+    {
+        "architecture": "granite",
+        "num_kv_heads": 2,
+        "details": ModelDetails(
+            embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0, attention_scale=0.3
+        ),
+    },
+    {"architecture": "olmo3", "num_kv_heads": 2, "details": ModelDetails(windows=(3, 0, 9), local_rope_theta=1e4)},
+    {
+        "architecture": "ministral3",
+        "details": ModelDetails(rope=RopeScaling("yarn", 4.0, 4, llama_4_scaling_beta=0.1)),
+    },
+    {"architecture": "smollm3", "details": ModelDetails(rotates=(True, False, True), windows=(0, 3, 0))},
+    {
+        "architecture": "phi3",
+        "num_kv_heads": 2,
+        "details": ModelDetails(
+            rope=RopeScaling("longrope", 2.0, 4, short_factor=(1.0,), long_factor=(2.0,), partial_rotary_factor=0.34)
+        ),
+    },
 ]
 
 
@@ -219,7 +243,7 @@ def test_what_is_computed_again_is_not_kept(model: dict[str, Any], is_local: boo
 
 def by_ranks(layers: tuple[int, int], gathered: Gathered) -> None:
     comm = Communicator(dist.group.WORLD)
-    for model in ({}, {"num_kv_heads": 2, "hidden_size": 32}, DROPS):
+    for model in ({}, {"num_kv_heads": 2, "hidden_size": 32}, DROPS, {"architecture": "olmo3"}):
         config = config_of("float32", 2, 6, **model)
         want = predicted(config, layers, comm.size, gathered=gathered)
         got = kept(config, layers, comm, gathered=gathered)

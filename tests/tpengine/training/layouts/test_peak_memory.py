@@ -21,7 +21,7 @@ from tpkernels.ops.matmul import host
 
 from benchmarks.harness.allocations import Allocations
 from tpengine.config import Config, validate
-from tpengine.config.settings import ModelDetails
+from tpengine.config.settings import ModelDetails, RopeScaling
 from tpengine.data import open_corpus
 from tpengine.data_parallel.buckets import GradientBuckets
 from tpengine.planner.modelled import caches
@@ -120,6 +120,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_kv_heads": 2,
         "details": ModelDetails(windows=(16, 16, 16, 0), local_rope_theta=1e4, head_size=16),
     },
+    "granite": {"details": ModelDetails(residual_multiplier=0.22, logits_scaling=8.0, attention_scale=0.1)},
+    "smollm3": {"details": ModelDetails(rotates=(True, True, True, False))},
+    "olmo3": {"details": ModelDetails(windows=(16, 16, 16, 0), local_rope_theta=1e4)},
+    "ministral3": {"details": ModelDetails(rope=RopeScaling("yarn", 4.0, 64, llama_4_scaling_beta=0.1))},
+    "phi3": {"details": ModelDetails(rope=RopeScaling(partial_rotary_factor=0.75))},
 }
 BY_DEFAULT = {("mistral", "float32"), ("gpt2", "bfloat16"), ("gemma3", "float32")}
 

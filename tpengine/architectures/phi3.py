@@ -1,0 +1,34 @@
+"""Phi-3 and Phi-4: q, k and v stored as one matrix, gate and up as another; longrope, and a part of a head rotated.
+
+Which of longrope's two lists of factors is taken follows from the length of the sequences: model/parts.py, rotation_of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tpengine.architectures import llama, mistral
+from tpengine.architectures.describe import Architecture, ConfigJson, column, heads, llama_sizes
+from tpengine.config import ModelConfig
+
+_APART = ("layers.*.self_attn.{q,k,v}_proj", "layers.*.mlp.{gate,up}_proj")
+TABLE = {
+    **{pattern: rule for pattern, rule in llama.TABLE.items() if pattern not in _APART},
+    "layers.*.self_attn.qkv_proj": column(heads).of(_APART[0]),
+    "layers.*.mlp.gate_up_proj": column.of(_APART[1]),
+}
+
+
+def numbers(config: ConfigJson) -> ModelConfig:
+    """Return the sizes, with one window for all layers; the file's own original length counts before longrope's."""
+    config.must_be("attention_bias", False)
+    original = {"original_max_position_embeddings": config.integer("original_max_position_embeddings", 4096, 1)}
+    spellings = {name: config.values.get(name) for name in ("rope_scaling", "rope_parameters")}
+    changed = {name: {**rope, **original} for name, rope in spellings.items() if isinstance(rope, dict) and rope}
+    config = ConfigJson({**config.without("layer_types").values, **changed}, config.path)
+    model = llama_sizes(config, rotates_parts=True)
+    windows = config.windows(model.num_layers, [True] * model.num_layers, 0)
+    return replace(model, details=replace(model.details, windows=windows))
+
+
+ARCHITECTURE = Architecture("Phi3ForCausalLM", TABLE, mistral.block, numbers)
