@@ -1,7 +1,7 @@
 """tpengine: tensor x pipeline x data parallel transformer training, driven by one verified plan.
 
-Importing the package loads nothing, and no torch. The names that models, optimizers and plans are built with load on
-first use (PEP 562); all others are in its modules. README.md beside this file says which to read first.
+Importing the package loads nothing, and no torch. The names that runs, models, optimizers and plans are built with
+load on first use (PEP 562); all others are in its modules. README.md beside this file says which to read first.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     )
     from tpengine.modules import DataParallel, Pipeline, ShardedOptimizer, parallelize
     from tpengine.plan import SCHEDULES, Plan, Schedule, make_schedule
+    from tpengine.runs.callbacks import Callback
+    from tpengine.runs.job import RunResult
+    from tpengine.train import run
+    from tpengine.training.elementwise import UpdateRule
 
 __version__: str
 
@@ -93,12 +97,17 @@ _HOME = {
     "Plan": "plan",
     "Schedule": "plan",
     "make_schedule": "plan",
+    "Callback": "runs.callbacks",
+    "RunResult": "runs.job",
+    "run": "train",
+    "UpdateRule": "training.elementwise",
 }
 
 __all__ = [
     "IGNORED_LABEL",
     "SCHEDULES",
     "Attention",
+    "Callback",
     "ColumnParallelLinear",
     "Communicator",
     "Config",
@@ -123,11 +132,13 @@ __all__ = [
     "RMSNorm",
     "Rotation",
     "RowParallelLinear",
+    "RunResult",
     "Schedule",
     "Scores",
     "ShardedOptimizer",
     "SwiGLU",
     "TrainConfig",
+    "UpdateRule",
     "VocabParallelEmbedding",
     "check_replicated",
     "clip_grad_norm_",
@@ -135,6 +146,7 @@ __all__ = [
     "parallelize",
     "placements_of",
     "replicate",
+    "run",
     "sharded",
     "summed",
     "vocab_parallel_cross_entropy",

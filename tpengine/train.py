@@ -1,5 +1,6 @@
 """Train a transformer: `tpengine train --nproc 4` on one host, `torchrun --nproc-per-node 8 -m tpengine.train` or
-`srun python -m tpengine.train` on several, or `tpengine train` for one process.
+`srun python -m tpengine.train` on several, or `tpengine train` for one process. From Python: `tpengine.run`, which is
+what all of these call.
 
 Whatever a user can get wrong is found before a process group exists; hence torch is imported late. So is all else that
 takes time: an interrupt while the program is being loaded is one line as well.
@@ -11,11 +12,12 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tpengine.last_words import USER_ERROR, interrupt_in_one_line, one_line, say, tell_torchrun
 from tpengine.observe.activity import Activity, OtherRanks
@@ -31,8 +33,10 @@ if TYPE_CHECKING:
     from tpengine.distributed.meeting import Meeting
     from tpengine.observe.watch import Watch
     from tpengine.plan import Residency
-    from tpengine.runs.job import ContentWatch, Wings
+    from tpengine.runs.callbacks import Callback
+    from tpengine.runs.job import ContentWatch, RunResult, Wings
     from tpengine.runs.restoring import Beginning
+    from tpengine.training.elementwise import UpdateRule
 
 # A process lets go of its connections a moment before it is gone, and the report is to say which rank is.
 _DYING_SECONDS = 0.5
@@ -41,12 +45,25 @@ _LISTENING_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
+class _Given:
+    """What `run` is given; see there."""
+
+    config: Config | str | os.PathLike[str] | Sequence[str]
+    preset: str | None
+    settings: Mapping[str, Any]
+    loss: Any
+    metrics: Any
+    optimizer: Any
+    callbacks: Sequence[Callback]
+    data: Any
+
+
+@dataclass(frozen=True)
 class _Preparation:
     """What a rank has found by itself.
 
     Attributes:
         shared_cores: see Job.
-        lock: held until this process ends, so that no other run writes there.
     """
 
     config: Config
@@ -55,7 +72,6 @@ class _Preparation:
     shared_cores: int
     residency: Residency
     run_dir: Path | None
-    lock: IO[str] | None
     checkpoint: Checkpoint | None
     beginning: Beginning | None
 
@@ -71,6 +87,56 @@ class _Arriving(OtherRanks):
         return self._meeting.explain(what)
 
 
+def run(
+    config: Config | str | os.PathLike[str] | Sequence[str] = (),
+    *,
+    loss: Any = None,
+    metrics: Any = None,
+    optimizer: UpdateRule | None = None,
+    callbacks: Sequence[Callback] = (),
+    data: Any = None,
+    preset: str | None = None,
+    **settings: Any,
+) -> RunResult:
+    """Train, with parts of your own: plan, watch, checkpoints, metrics, evaluation, signals as on the command line.
+
+    Call it alike on every rank that torchrun or srun starts, or in one process. No process group may exist yet.
+
+        tpengine.run(model={"num_layers": 2}, train={"steps": 100}, run_dir="DIR")
+        tpengine.run("run.toml", data=tokens, callbacks=[Mine()])
+        tpengine.run(sys.argv[1:], loss=my_loss)
+
+    Args:
+        config: a Config; the path of a TOML file; or flags as `tpengine train` has them, --preset, --config and --help
+            among them. By default the preset tiny.
+        loss, metrics: instead of the loss of the next token, and what is logged besides.
+        optimizer: one of your own, element by element, instead of the one that optim.name says (UpdateRule).
+        callbacks: told of steps, evaluations and checkpoints, in this order (Callback).
+        data: what is trained on, instead of the text that the settings name: tokens[N], integers in one row; or samples
+            with __len__ and __getitem__, each at most seq_len + 1 integers (data/own_data.py). A dictionary is the
+            settings of `data`, and a path is data.path.
+        preset: of which a file and the settings are changes.
+        settings: of a section as a dictionary, model, parallel, train, data or optim; or device, run_dir, resume,
+            phases. They override a Config and a file; flags override them.
+
+    Returns:
+        Directory, losses and newest checkpoint, equal on all ranks.
+
+    Raises:
+        SystemExit: a mistake, which rank 0 has said in one line on standard error (2); or an end before the last step,
+            with the exit codes of training/README.md. Ranks that lose a peer, hang or have a bug leave as those of
+            `tpengine train` do, without coming back here.
+    """
+    from tpengine.config import DataConfig
+
+    if isinstance(data, str | os.PathLike):
+        settings, data = {**settings, "data": {"path": os.fspath(data)}}, None
+    elif isinstance(data, Mapping | DataConfig):
+        settings, data = {**settings, "data": data}, None
+    with terminal_safe():
+        return _run(_Given(config, preset, settings, loss, metrics, optimizer, callbacks, data))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, check, train.
 
@@ -79,22 +145,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     interrupt_in_one_line()
     with terminal_safe():
-        _run(sys.argv[1:] if argv is None else argv)
+        from tpengine.commands.arguments import exit_on_user_error
+
+        given = sys.argv[1:] if argv is None else argv
+        with exit_on_user_error(os.environ) as launch:
+            _start_ranks(launch, given)
+        run(given)
 
 
-def _run(argv: Sequence[str]) -> None:
+def _run(given: _Given) -> RunResult:
     from tpengine.commands.arguments import exit_on_user_error, leave
     from tpengine.config import TrainConfig
     from tpengine.observe.watch import Watch
 
-    with exit_on_user_error(os.environ) as launch:
-        _start_ranks(launch, argv)
-    message, activity = "", Activity()
-    with exit_on_user_error(os.environ) as launch, Watch(launch.rank, activity) as watch:
+    result, activity = None, Activity()
+    # The run directory's lock is held until here, or until this process ends, so that no other run writes there.
+    with ExitStack() as held, exit_on_user_error(os.environ) as launch, Watch(launch.rank, activity) as watch:
         os.environ.update(launch.variables())  # what srun said in other words
         prepared, mistake = None, ""
         try:
-            prepared = _prepare(launch, argv)
+            prepared = _prepare(launch, given, held)
         except ValueError as error:
             if not _others_must_be_told(launch):
                 raise
@@ -105,11 +175,13 @@ def _run(argv: Sequence[str]) -> None:
             activity.timeout_seconds += max(corpus.reading_seconds for corpus in prepared.corpora)
         meeting = meet(launch, mistake, watch)
         assert prepared is not None
-        message = _train(prepared, launch, meeting, watch)
-    if message:
+        result = _train(prepared, given, launch, meeting, watch)
+    if isinstance(result, str):
         # All ranks know it. torchrun ends them all as soon as one has left, which must not be before rank 0 has spoken.
         seconds = 10.0 if "TORCHELASTIC_RUN_ID" in os.environ else _LISTENING_SECONDS
-        leave(message, os.environ, speaks=launch.rank == 0, wait_seconds=seconds, is_known=True)
+        leave(result, os.environ, speaks=launch.rank == 0, wait_seconds=seconds, is_known=True)
+    assert result is not None
+    return result
 
 
 def rank_main() -> None:
@@ -139,7 +211,7 @@ def _start_ranks(launch: Launch, argv: Sequence[str]) -> None:
         raise SystemExit(run_ranks_here(num_ranks, "tpengine.train:rank_main", others))
 
 
-def _prepare(launch: Launch, argv: Sequence[str]) -> _Preparation:
+def _prepare(launch: Launch, given: _Given, held: ExitStack) -> _Preparation:
     """Find whatever a user can get wrong and this rank can see.
 
     Raises:
@@ -148,21 +220,22 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Preparation:
     from tpengine.checkpoint.resume import find_checkpoint
     from tpengine.checkpoint.run_directory import open_run_dir
     from tpengine.checkpoint.upload import check_program
-    from tpengine.commands.arguments import parse_config
+    from tpengine.commands.arguments import resolved
+    from tpengine.commands.keywords import asked_in_python
     from tpengine.config import phases_of
     from tpengine.data import open_corpora
-    from tpengine.distributed.launcher import taken_nproc
     from tpengine.observe.wandb_run import check_wandb
 
-    if taken_nproc(argv)[0] is not None:
-        raise ValueError(
-            f"--nproc starts ranks, and this process is rank {launch.rank} of {launch.world_size} already: leave it "
-            "out, or start one process without torchrun or srun"
-        )
-    config = parse_config(argv, launch.world_size)
+    _check_given(launch, given)
+    config = resolved(
+        lambda: asked_in_python(given.config, given.preset, given.settings, given.optimizer),
+        launch.world_size,
+        given.data,
+    )
     # Reading a text without a hash takes as long as the disk does; one rank of each host does it.
     phases = phases_of(config)
-    corpora = open_corpora(phases, say=partial(print, flush=True) if launch.rank == 0 else lambda _: None)
+    say = partial(print, flush=True) if launch.rank == 0 else lambda _: None
+    corpora = open_corpora(phases, say, given.data)
     shared_cores = _take_threads(config, launch)
     from tpengine.distributed.process import choose_device
 
@@ -172,6 +245,10 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Preparation:
 
         # Left to itself it takes no more than it believes to be whole cores.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if given.optimizer is not None:
+        from tpengine.training.update_rules import with_rule
+
+        config = with_rule(config, given.optimizer)
     from tpengine.runs.memory_limit import fitting_residency
     from tpengine.runs.opening import attention_taken
 
@@ -180,8 +257,10 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Preparation:
     if launch.rank == 0:
         check_program(config.train.after_checkpoint)
         check_wandb(config.train.wandb)
-    run_dir, lock = open_run_dir(config) if launch.rank == 0 else (None, None)
-    if run_dir is not None:
+    run_dir = None
+    if launch.rank == 0:
+        run_dir, lock = open_run_dir(config)
+        held.enter_context(lock)
         for corpus in corpora:
             corpus.note_hash(run_dir)
     checkpoint = None
@@ -194,7 +273,35 @@ def _prepare(launch: Launch, argv: Sequence[str]) -> _Preparation:
 
         beginning = WeightsOfPath.of(config.model)
     cores = shared_cores if device.type == "cpu" else 0
-    return _Preparation(config, corpora, device, cores, residency, run_dir, lock, checkpoint, beginning)
+    return _Preparation(config, corpora, device, cores, residency, run_dir, checkpoint, beginning)
+
+
+def _check_given(launch: Launch, given: _Given) -> None:
+    """Find what is wrong with what is no setting.
+
+    Raises:
+        ValueError: in one line.
+    """
+    from tpengine.distributed.launcher import taken_nproc
+
+    flags = given.config if isinstance(given.config, list | tuple) else ()
+    if taken_nproc([flag for flag in flags if isinstance(flag, str)])[0] is not None:
+        raise ValueError(
+            f"--nproc starts ranks, and this process is rank {launch.rank} of {launch.world_size} already: leave it "
+            "out, or start one process without torchrun or srun"
+        )
+    # TODO on merging loss and optim.
+    if given.loss is not None or given.metrics is not None:
+        raise ValueError("loss= and metrics= are not there yet: leave them out")
+    if not isinstance(given.callbacks, Sequence):
+        name = type(given.callbacks).__name__
+        raise ValueError(f"callbacks must be a list: got {name}: give [{name}()]")
+    wrong = [each for each in given.callbacks if not hasattr(type(each), "on_first_rank_only")]
+    if wrong:
+        raise ValueError(
+            f"callbacks must be objects of classes that derive from tpengine.Callback: got {wrong[0]!r}: derive its "
+            "class, and give an object of it"
+        )
 
 
 def wings() -> Wings:
@@ -277,8 +384,8 @@ def meet(launch: Launch, mistake: str, watch: Watch) -> Meeting:
     return meeting
 
 
-def _train(prepared: _Preparation, launch: Launch, meeting: Meeting, watch: Watch) -> str:
-    """Train; return what the user can mend and only training finds, on all ranks alike; else empty."""
+def _train(prepared: _Preparation, given: _Given, launch: Launch, meeting: Meeting, watch: Watch) -> RunResult | str:
+    """Train; return what has come of it, or what the user can mend and only training finds; on all ranks alike."""
     from tpengine.runs.job import Job
     from tpengine.runs.loop import train
     from tpengine.training.planned_run import RunError
@@ -287,12 +394,13 @@ def _train(prepared: _Preparation, launch: Launch, meeting: Meeting, watch: Watc
     try:
         residency, run_dir, content = prepared.residency, prepared.run_dir, _content(corpora, launch, device)
         found = prepared.checkpoint, prepared.beginning
-        train(Job(config, corpora, launch, device, cores, residency, meeting, wings(), content, run_dir, *found), watch)
+        own = None, given.optimizer, tuple(given.callbacks)
+        others = meeting, wings(), content, run_dir
+        return train(Job(config, corpora, launch, device, cores, residency, *others, *found, *own), watch)
     except RunError as error:
         return str(error)
     except Exception as error:
         _report(error, watch)
-    return ""
 
 
 def _content(corpora: Sequence[OpenedCorpus], launch: Launch, device: torch.device) -> ContentWatch:

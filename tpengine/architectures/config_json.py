@@ -404,6 +404,7 @@ def llama_sizes(
     ties: bool = False,
     kv_heads: int | None = None,
     theta: float = _THETA,
+    eps: float = 1e-6,
     rotates_parts: bool = False,
 ) -> ModelConfig:
     """Return the sizes of config.json.
@@ -413,6 +414,7 @@ def llama_sizes(
         ties: whether the ends are tied where it does not say.
         kv_heads: how many there are where it has no entry; None, and where it has null, as many as query heads.
         theta: base of the rotary frequencies where it does not say.
+        eps: added to mean squares where it does not say.
         rotates_parts: it may rotate a part of each head.
     """
     config.must_be("hidden_act", "silu")
@@ -428,6 +430,6 @@ def llama_sizes(
         vocab_size=config.size("vocab_size", "vocab_size"),
         tie_embeddings=config.flag("tie_word_embeddings", ties),
         rope_theta=theta,
-        norm_eps=config.number("rms_norm_eps", 1e-6),
+        norm_eps=config.number("rms_norm_eps", eps),
         details=ModelDetails(head_size=config.integer("head_dim", 0), rope=rope),
     )

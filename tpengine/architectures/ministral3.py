@@ -46,12 +46,11 @@ def numbers(config: ConfigJson) -> ModelConfig:
     if "head_dim" not in values:
         values["head_dim"] = 128
     config = ConfigJson(values, config.path)
-    model = llama_sizes(config, kv_heads=8)
+    model = llama_sizes(config, kv_heads=8, eps=1e-5)
     if (kind := model.details.rope.rope_type) != "yarn":
         raise ValueError(f"{config.path}: rope_type of Ministral 3 must be yarn: got {kind!r}: use a model that has it")
     windows = config.windows(model.num_layers, [True] * model.num_layers, 0)
-    eps = config.number("rms_norm_eps", 1e-5)
-    return replace(model, norm_eps=eps, details=replace(model.details, windows=windows))
+    return replace(model, details=replace(model.details, windows=windows))
 
 
 ARCHITECTURE = Architecture("Ministral3ForCausalLM", llama.TABLE, block, numbers)

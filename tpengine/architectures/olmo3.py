@@ -49,7 +49,7 @@ def numbers(config: ConfigJson) -> ModelConfig:
     """Return the sizes; rope_scaling is of layers without a window."""
     theta, rope = config.rope("full_attention", _THETA)
     local = config.section_theta("sliding_attention", theta)
-    model = llama_sizes(config.without("rope_parameters", "rope_scaling", "rope_theta"))
+    model = llama_sizes(config.without("rope_parameters", "rope_scaling", "rope_theta"), eps=1e-5)
     is_local = [bool((i + 1) % 4) for i in range(model.num_layers)]
     details = replace(
         model.details,
@@ -58,7 +58,7 @@ def numbers(config: ConfigJson) -> ModelConfig:
         local_rope_theta=local,
         attention_bias=config.flag("attention_bias", False),
     )
-    return replace(model, rope_theta=theta, norm_eps=config.number("rms_norm_eps", 1e-5), details=details)
+    return replace(model, rope_theta=theta, details=details)
 
 
 ARCHITECTURE = Architecture("Olmo3ForCausalLM", TABLE, block, numbers, reordered_norm)

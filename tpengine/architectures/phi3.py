@@ -22,11 +22,12 @@ TABLE = {
 def numbers(config: ConfigJson) -> ModelConfig:
     """Return the sizes, with one window for all layers; the file's own original length counts before longrope's."""
     config.must_be("attention_bias", False)
-    original = {"original_max_position_embeddings": config.integer("original_max_position_embeddings", 4096, 1)}
+    longest, original = "max_position_embeddings", "original_max_position_embeddings"
+    lengths = {name: config.integer(name, 4096, 1) for name in (longest, original)}
     spellings = {name: config.values.get(name) for name in ("rope_scaling", "rope_parameters")}
-    changed = {name: {**rope, **original} for name, rope in spellings.items() if isinstance(rope, dict) and rope}
-    config = ConfigJson({**config.without("layer_types").values, **changed}, config.path)
-    model = llama_sizes(config, rotates_parts=True)
+    ropes = {name: {**rope, **lengths} for name, rope in spellings.items() if isinstance(rope, dict) and rope}
+    config = ConfigJson({**config.without("layer_types").values, **lengths, **ropes}, config.path)
+    model = llama_sizes(config, eps=1e-5, rotates_parts=True)
     windows = config.windows(model.num_layers, [True] * model.num_layers, 0)
     return replace(model, details=replace(model.details, windows=windows))
 

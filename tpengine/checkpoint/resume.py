@@ -424,6 +424,7 @@ def _decisive(state: Mapping[str, Any], step: int, is_exact: bool) -> dict[str, 
     """Return, by name, what determines the numbers of later steps."""
     config = state["config"]
     train, data = config["train"], config["data"]
+    optim = _plain(Config())["optim"] | config.get("optim", {})
     # A setting that did not exist when the checkpoint was written had its default value.
     model = _plain(Config())["model"] | config["model"]
     # Where the run began does not matter any more, nor where an architecture's file lies.
@@ -436,6 +437,8 @@ def _decisive(state: Mapping[str, Any], step: int, is_exact: bool) -> dict[str, 
     return {
         **{f"model.{name}": value for name, value in model.items()},
         **{f"train.{name}": train[name] for name in ("seq_len", "dtype", "seed")},
+        # What one optimizer keeps of the weights is of no use to another.
+        **{f"optim.{name}": optim[name] for name in ("name", "moments")},
         # Dropout masks depend on the micro-batch, and exact mode's order of sums depends on its size.
         **({"train.micro_batch_size": train["micro_batch_size"]} if dropped or is_exact else {}),
         "data.ignore_token": data["ignore_token"],

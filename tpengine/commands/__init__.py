@@ -3,6 +3,7 @@
 Each command is a parser and a function of its arguments; cli.py lists them.
 
 arguments.py flags.py             the command line of a training run; its flags, made from the settings
+keywords.py                       the same from Python: what tpengine.run is given
 parsing.py                        what all commands share: parsers, --trust, signals that end a command
 options.py                        what the slow commands understand; their own files are imported when they run
 plan_arguments.py                 what advise, plan and schedule are asked

@@ -10,9 +10,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from tpengine import trust
 from tpengine.architectures.model_path import model_at
@@ -24,7 +24,7 @@ from tpengine.config import Config, decay_steps_of, resolve_layout, validate_run
 from tpengine.config.lengths import last_said, with_batch, with_epochs
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.ranges import check_ranges
-from tpengine.data import TextCorpus, open_corpus
+from tpengine.data import open_corpus
 from tpengine.distributed.launch import Launch
 from tpengine.last_words import USER_ERROR, one_line, say, tell_torchrun
 
@@ -48,30 +48,64 @@ class HelpRequested(Exception):
     """`--help` was given; the text is the only argument."""
 
 
-def parse_config(argv: Sequence[str], world_size: int) -> Config:
-    """Build the validated configuration of a run.
+class Asked(NamedTuple):
+    """What a user asks for, before the number of processes and an earlier run decide the rest.
 
-    Args:
-        argv: arguments without the program's name.
-        world_size: number of processes.
-    Returns: preset (default tiny), then --config file, then flags; layout, micro-batches, steps and optim.decay_steps
-        resolved. With --resume and neither preset nor file: the configuration of the run in --run-dir, then flags. With
-        --resume and one of them, once there is a checkpoint: the run's global batch and decay_steps, in a layout that
-        fits the processes.
+    Attributes:
+        base: preset, then file; or a Config.
+        given: settings over it, by name as `train.seq_len`.
+        is_alone: whether nothing but `given` was said: a run that is continued then keeps its own configuration.
+    """
+
+    base: Config
+    given: dict[str, Any]
+    is_alone: bool
+
+
+def asked_by(argv: Sequence[str]) -> Asked:
+    """Return what arguments ask for, without the program's name: preset (default tiny), then --config file, then flags.
+
+    Raises:
+        ValueError: any mistake in them.
+        HelpRequested: they ask for help.
+    """
+    preset, path, flags = _take_base(argv)
+    base = base_config(preset, path)
+    return Asked(base, _given(flags, base), preset is None and path is None)
+
+
+def parse_config(argv: Sequence[str], world_size: int) -> Config:
+    """Build the validated configuration of a run from the arguments of a command line; see `resolved`.
 
     Raises:
         ConfigError: any mistake, one line.
         HelpRequested: argv asks for help.
     """
+    return resolved(lambda: asked_by(argv), world_size)
+
+
+def resolved(ask: Callable[[], Asked], world_size: int, own: object = None) -> Config:
+    """Build the validated configuration of a run.
+
+    Args:
+        ask: returns what is asked for; a mistake in it is reported as all others are.
+        world_size: number of processes.
+        own: data of the user's own, as data.open_corpora takes them; None for none.
+    Returns: the base, then what is given over it; layout, micro-batches, steps and optim.decay_steps resolved. With
+        --resume and neither preset nor file: the configuration of the run in --run-dir, then flags. With --resume and
+        one of them, once there is a checkpoint: the run's global batch and decay_steps, in a layout that fits the
+        processes.
+
+    Raises:
+        ConfigError: any mistake, one line.
+        HelpRequested: help is asked for.
+    """
     try:
-        preset, path, flags = _take_base(argv)
-        base = _base_config(preset, path)
-        given = _given(flags, base)
+        base, given, is_alone = ask()
         config = _override(base, given)
         _permit_flags(given, config)
         if config.resume and not config.run_dir:
             raise ValueError("--resume needs the directory of a run: got no --run-dir: use --run-dir DIR")
-        is_alone = preset is None and path is None
         has_saved = config.resume and (is_alone or has_begun(config.run_dir))
         if config.model.path and not has_saved:
             config = replace(config, model=model_at(config.model, _given_of_model(given)))
@@ -81,7 +115,7 @@ def parse_config(argv: Sequence[str], world_size: int) -> Config:
             config = continued_config(saved, _override(without_layout(base), given), world_size, base.parallel)
         check_ranges(config)
         check_architecture(config.model)
-        config = _with_epochs(config, world_size)
+        config = _with_epochs(config, world_size, own)
         asked = config.train.steps
         config = validate_run(config, world_size)
         trust.permitted_command(config.train.after_checkpoint)
@@ -112,7 +146,7 @@ def parse_imported(source: str, out: str, argv: Sequence[str]) -> Config:
     """
     try:
         preset, path, flags = _take_base(argv)
-        base = _base_config(preset, path)
+        base = base_config(preset, path)
         given = _given(flags, base)
         for name, value in given.items():
             if name in ("model.path", "run_dir") or (name == "resume" and value):
@@ -135,7 +169,7 @@ def parse_imported(source: str, out: str, argv: Sequence[str]) -> Config:
     return config
 
 
-def _with_epochs(config: Config, world_size: int) -> Config:
+def _with_epochs(config: Config, world_size: int, own: object) -> Config:
     """Return the configuration with the steps that train.epochs asks for: the text is opened.
 
     Raises:
@@ -151,12 +185,15 @@ def _with_epochs(config: Config, world_size: int) -> Config:
             "train.steps"
         )
     config = with_batch(replace(config, parallel=resolve_layout(config.parallel, world_size)))
-    corpus = open_corpus(config)
-    assert isinstance(corpus, TextCorpus), "neither phases nor a mixture"
-    return with_epochs(config, corpus.train.num_windows)
+    return with_epochs(config, open_corpus(config, own=own).train.num_windows)
 
 
-def _base_config(preset: str | None, path: str | None) -> Config:
+def base_config(preset: str | None, path: str | None) -> Config:
+    """Return a preset, default tiny, with a file over it.
+
+    Raises:
+        ValueError: no such preset; as config_given.
+    """
     base = preset_config(preset or "tiny")
     return base if path is None else config_given(path, base)
 

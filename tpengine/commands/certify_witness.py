@@ -173,12 +173,14 @@ class Witness:
     def _see_update(self) -> None:
         trainer = self.trainer
         dtype = trainer.state.model.held[next(iter(trainer.state.model.held))].dtype
-        kinds = ["exp_avg", "exp_avg_sq"] + ["master"] * (accumulation_dtype(dtype) != dtype)
+        kinds: dict[str, torch.dtype | None] = dict(trainer.state.optimizer.state_dtypes)
+        if accumulation_dtype(dtype) != dtype:
+            kinds["master"] = None
         for name, piece in trainer.state.model.pieces.items():
             depth, found = self._depth_down(piece.spec.name), trainer.state.optimizer
             states = found.state_of(name) if name in trainer.state.weights else {}
-            for kind in kinds:
-                tensor = whole(trainer.state, name, states.get(kind))
+            for kind, kept in kinds.items():
+                tensor = whole(trainer.state, name, states.get(kind), kept)
                 self._see(
                     StepPhase.UPDATE, 1 + depth, f"{OPTIMIZER}{kind} of {piece.spec.name}", tensor, shard=_shard(piece)
                 )

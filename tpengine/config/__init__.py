@@ -3,6 +3,7 @@
 settings.py     the settings: dataclasses, nothing else; what an architecture adds; what train.spike says
 lengths.py      lengths in steps or tokens; a step by its sequences, a run by its tokens or epochs
 ranges.py       which values are legal by themselves, and legal ones near a wrong one
+optimizers.py   which optimizers there are, and what each keeps of a weight
 rules.py        which are legal together, and how sizes that were left out are filled in
 phases.py       the phases of a run: their steps, their settings, where their samples begin
 toml.py         a configuration written as TOML and read back
@@ -11,6 +12,7 @@ exact_sizes.py  how exact mode cuts model and batch, independently of the layout
 """
 
 from tpengine.config.exact_sizes import num_blocks, num_shards_of, shards_said
+from tpengine.config.optimizers import OptimizerKind, optimizer_kind
 from tpengine.config.phases import Phase, Phases, phases_of, samples_per_step, validate_run
 from tpengine.config.rules import profiled_steps, resolve_layout, schedule_of, validate
 from tpengine.config.settings import (
@@ -33,6 +35,7 @@ __all__ = [
     "DataConfig",
     "ModelConfig",
     "OptimConfig",
+    "OptimizerKind",
     "ParallelConfig",
     "Phase",
     "Phases",
@@ -42,6 +45,7 @@ __all__ = [
     "num_blocks",
     "num_evaluated",
     "num_shards_of",
+    "optimizer_kind",
     "phases_of",
     "profiled_steps",
     "resolve_layout",

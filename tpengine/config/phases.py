@@ -31,7 +31,8 @@ _OF_RATE = ("lr", "schedule", "warmup_steps", "decay_steps", "decay_from", "min_
 _CHANGES: Mapping[str, tuple[str, ...]] = {
     "train": ("seq_len", "micro_batch_size"),
     "data": tuple(field.name for field in fields(DataConfig) if field.name != "held_out_fraction"),
-    "optim": tuple(field.name for field in fields(OptimConfig)),
+    # What an optimizer keeps goes on from phase to phase.
+    "optim": tuple(field.name for field in fields(OptimConfig) if field.name not in ("name", "moments")),
 }
 
 

@@ -218,6 +218,7 @@ def check_ranges(config: Config) -> None:
         (config.train, "train.", "dtype"),
         (config.train, "train.", "reduction"),
         (config.train, "train.", "attention"),
+        (config.optim, "optim.", "moments"),
         (config.optim, "optim.", "schedule"),
         (config, "", "device"),
     ):

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from tpengine.config.exact_sizes import MOST_SHARDS, largest_dp, num_shards_of
 from tpengine.config.lengths import Amount, amount_of, with_batch
+from tpengine.config.optimizers import optimizer_kind
 from tpengine.config.ranges import (
     check_model,
     check_ranges,
@@ -96,6 +97,7 @@ def validate(config: Config, world_size: int) -> Config:
         ValueError: the rule, the values and the nearest legal choice, in one line.
     """
     check_ranges(config)
+    optimizer_kind(config.optim)
     _check_data(config)
     _check_evaluation(config)
     _check_after_checkpoint(config.train)

@@ -305,18 +305,24 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with warm-up, decay and clipping by global norm."""
+    """The optimizer, with warm-up, decay and clipping by global norm."""
 
+    name: str = "adamw"
+    """Optimizer: adamw, lion, sgd, or a class of torch that works element by element, as torch.RMSprop
+    (config/optimizers.py lists them, with what the numbers below are to each)."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of what the optimizer keeps of each weight: float32 (float64 where gradients are), or bfloat16, rounded up
+    or down at random, so that small changes add up; by a weight's name, element and update, so in any layout alike."""
     lr: float = 3e-3
     """Peak learning rate."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay of the first moment, or the momentum."""
     beta2: float = 0.95
     """Decay of the second moment."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices."""
+    """Weight decay of matrices; decoupled, but for sgd and most of torch's."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """What the learning rate does after its warm-up: it falls as a cosine or linearly, stays, or (wsd) stays, and falls
     as 1 - sqrt at the end."""

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from tpengine.config import Config, Phase, Phases
 from tpengine.data.mixture_corpus import MixtureCorpus, open_mixture
+from tpengine.data.own_data import open_own, view_of_own
 from tpengine.data.text_corpus import TextCorpus, check_apart, open_text_corpus
 from tpengine.data.token_file import TokenFile
 from tpengine.training.samples import Corpus
@@ -35,16 +36,19 @@ class OpenedCorpus(Corpus, Protocol):
         """Write hashes to the run directory if no note can be written beside the texts."""
 
 
-def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> OpenedCorpus:
-    """Open what a run without phases reads: data.mixture if it names one, else data.path.
+def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None, own: object = None) -> OpenedCorpus:
+    """Open what a run without phases reads: the user's own data if there are some, data.mixture, or else data.path.
 
     Args:
         config: validated; data, train.seq_len, train.seed and run_dir are used.
         say: called if a text has to be read completely, because neither its header nor a note has its hash.
+        own: data of the user's own (own_data.py); None for none.
 
     Returns: training samples in shuffled order, held-out samples in the order of the text.
-    Raises: ValueError: as open_text_corpus and open_mixture.
+    Raises: ValueError: as open_text_corpus, open_mixture and open_own.
     """
+    if own is not None:
+        return open_own(own, config, say)
 
     def open_source(of: Config) -> TextCorpus:
         return open_text_corpus(of, say)
@@ -54,13 +58,18 @@ def open_corpus(config: Config, say: Callable[[str], None] = lambda _: None) -> 
     return corpus
 
 
-def open_corpora(phases: Phases, say: Callable[[str], None] = lambda _: None) -> tuple[OpenedCorpus, ...]:
+def open_corpora(
+    phases: Phases, say: Callable[[str], None] = lambda _: None, own: object = None
+) -> tuple[OpenedCorpus, ...]:
     """Open what each phase reads; a text that several phases or sources have is opened once.
 
-    Args: phases: of a validated configuration. say: as open_corpus.
+    Args: phases: of a validated configuration. say, own: as open_corpus; own data are those of all phases.
     Raises: ValueError: as open_corpus; a text that is too short for a phase's windows; a source of a mixture that is
         used up before the phase ends; a held-out text that a phase, whichever, trains on.
     """
+    if own is not None:
+        corpus = open_own(own, phases[0].config, say)
+        return tuple(view_of_own(corpus, phase.config, phase.order) for phase in phases)
     opened: dict[object, TextCorpus] = {}
 
     def open_source(config: Config) -> TextCorpus:

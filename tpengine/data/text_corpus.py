@@ -223,8 +223,12 @@ def open_text_corpus(config: Config, say: Callable[[str], None] = lambda _: None
     Returns: training samples in shuffled order, held-out samples in the order of the text.
     Raises: ValueError: an unreadable or damaged token file, a vocabulary larger than the model's, too little text.
     """
+    return corpus_of(open_text(config.data.path, config, say), config, say)
+
+
+def corpus_of(opened: OpenedText, config: Config, say: Callable[[str], None]) -> TextCorpus:
+    """Return a text that is open, cut in two; as open_text_corpus."""
     data, train, vocab_size = config.data, config.train, config.model.vocab_size
-    opened = open_text(data.path, config, say)
     num_train = num_trained_on(opened.tokens, data.held_out_share)
     train_tokens, held_out_tokens = _cut(opened.tokens, num_train)
     packs = data.packing != "cut"
@@ -232,7 +236,7 @@ def open_text_corpus(config: Config, say: Callable[[str], None] = lambda _: None
     rest = Samples(held_out_tokens, train.seq_len, vocab_size, data.ignore_token, packs=packs)
     fit = None
     if data.packing == "fit":
-        fit = open_index(opened.file, data.path, train.seq_len, num_train, data.held_out_share)
+        fit = open_index(opened.file, opened.path, train.seq_len, num_train, data.held_out_share)
         samples, rest = fitted(samples, fit.train), fitted(rest, fit.held_out)
     own = open_held_out(config, say) if data.held_out else None
     corpus = TextCorpus(samples, rest, opened, fit, own)

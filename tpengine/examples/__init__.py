@@ -1,5 +1,6 @@
 """Complete scripts, each a use of the building blocks. A file's docstring says how to run it; the tests run it.
 
+- own_run: a training run from Python, with data and a callback of your own
 - block: tensor-parallel layers in a model of your own, and any optimizer
 - feed_forward: the fused matmuls of tpkernels, without the engine
 - operators: the operators between the matmuls: a block and its loss on one device

@@ -8,7 +8,7 @@ The layers of this package take those sums themselves, and say so (placement.py)
 take them. `summed` and `sharded` declare that a module of your own needs nothing more. `check_replicated` names the
 parameters that nothing sums; DataParallel and Pipeline call it for every model that has tensor-parallel layers.
 `clip_grad_norm_` clips by a norm that counts everything once, in a model of your own over tensor-parallel ranks and
-pipeline stages. The engine's own clipping works on flat buffers (training/optimizer.py).
+pipeline stages. The engine's own clipping works on flat buffers (training/clipping.py).
 """
 
 from __future__ import annotations

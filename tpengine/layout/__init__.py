@@ -5,5 +5,6 @@ step_plan.py    from a configuration to verified plans; the layout of each phase
 flops.py        model flops and hardware flops of a step
 slices.py       how buckets and tensors are cut over data-parallel replicas (ZeRO)
 state_bytes.py  what a rank holds from step to step, in bytes
+update_work.py  what an update of the weights takes, by optimizer
 stored.py       which part of which tensor of a directory of Hugging Face weights a parameter is
 """

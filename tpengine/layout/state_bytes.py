@@ -2,10 +2,10 @@
 
 With w bytes per weight, a bytes per element of promote_types(dtype, float32), and d replicas, a weight takes:
 
-    zero 0    w + a + 2a + m              m = a below float32, where there is a master copy, else 0
-    zero 1    w + a + (2a + m) / d
-    zero 2    w + (a + 2a + m) / d
-    zero 3    (w + a + 2a + m) / d
+    zero 0    w + a + s + m               m = a below float32, where there is a master copy, else 0
+    zero 1    w + a + (s + m) / d         s = what the optimizer keeps: 2a for AdamW's moments (layout/update_work.py)
+    zero 2    w + (a + s + m) / d
+    zero 3    (w + a + s + m) / d
 
 Buckets that are cut into slices are padded (layout/slices.py). Gathered weights, and gradients that are not summed yet,
 come on top while a step runs: the plan says when, and the simulator how much. In exact mode each replica adds whole
@@ -18,17 +18,15 @@ import math
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from tpengine.config import Config, num_blocks, num_shards_of
+from tpengine.config import Config, OptimConfig, num_blocks, num_shards_of
 from tpengine.config.exact_sizes import num_gradient_buffers
 from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
 from tpengine.dtypes import dtype_bytes
 from tpengine.layout.parameters import Piece, leaf_parts, pieces_of, stage_specs
 from tpengine.layout.slices import BlockCut, parts_of, slice_numel
 from tpengine.layout.step_plan import Layout, gradient_bytes, reduced_of
+from tpengine.layout.update_work import states_bytes
 from tpengine.plan import Reduced
-
-# AdamW (training/optimizer.py) keeps two moments per element, in the accumulation dtype.
-_MOMENTS = 2
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class StateBytes:
 
     Attributes:
         weights, gradients: of the buffers; padding is counted, and listed once more in `padding`.
-        masters, moments: what the optimizer keeps of the elements that this rank updates.
+        masters, moments: what the optimizer keeps of the elements that this rank updates, moments or other states.
     """
 
     weights: int
@@ -72,30 +70,31 @@ def state_bytes(config: Config, layout: Layout, rank: int, replica: int = 0) -> 
     else:
         numel = num_weights(config, layout, rank)
         held = _Elements(numel, numel, numel)
-    return _in_bytes(held, config.train.dtype)
+    return _in_bytes(held, config.train.dtype, config.optim)
 
 
-def even_state_bytes(numel: int, zero: int, dp: int, dtype: str) -> int:
+def even_state_bytes(numel: int, zero: int, dp: int, dtype: str, optim: OptimConfig) -> int:
     """Return what a rank holds of `numel` weights that replicas cut without padding, in fast mode.
 
     Args:
         numel: weights of the rank's tp and pp coordinates.
         zero, dp: which of it replicas cut, and into how many slices.
         dtype: of the weights.
+        optim: the optimizer.
     """
     weights, gradients, owned = (
         numel // dp if zero >= stage else numel for stage in (ZERO_OF_SLICED_WEIGHTS, ZERO_OF_SLICED_GRADIENTS, 1)
     )
-    return _in_bytes(_Elements(weights, gradients, owned), dtype).total
+    return _in_bytes(_Elements(weights, gradients, owned), dtype, optim).total
 
 
-def _in_bytes(held: _Elements, dtype: str) -> StateBytes:
+def _in_bytes(held: _Elements, dtype: str, optim: OptimConfig) -> StateBytes:
     wide, narrow = gradient_bytes(dtype), dtype_bytes(dtype)
     return StateBytes(
         weights=held.weights * narrow,
         gradients=held.gradients * wide,
         masters=held.owned * wide if narrow != wide else 0,
-        moments=held.owned * wide * _MOMENTS,
+        moments=held.owned * states_bytes(optim, dtype),
         padding=held.padded_weights * narrow + held.padded_gradients * wide,
     )
 

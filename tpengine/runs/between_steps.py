@@ -22,6 +22,7 @@ from tpengine.distributed.process import max_over_ranks
 from tpengine.observe.console import ProgressLine, show_sample, texts_of
 from tpengine.observe.metrics import BackgroundWriter
 from tpengine.observe.watch import Watch
+from tpengine.runs.callbacks import Callbacks
 from tpengine.runs.checkpoints import RunCheckpoints
 from tpengine.runs.evaluation import ForwardPass, HeldOutLoss, evaluation_pass, held_out_losses, read_prompt, sample
 from tpengine.runs.profiler import Profiler
@@ -133,7 +134,7 @@ class Pause:
         device: where this rank computes.
         watch, evaluation, checkpoints: of the run.
         writer: of its metrics, on rank 0; None elsewhere.
-        progress, profiler: of the run.
+        progress, profiler, callbacks: of the run.
     """
 
     device: torch.device
@@ -143,6 +144,7 @@ class Pause:
     writer: BackgroundWriter | None
     progress: ProgressLine
     profiler: Profiler
+    callbacks: Callbacks
 
     def after(self, num_steps: int, samples: bool = True) -> float | None:
         """Evaluate and sample if that is due after `num_steps`; leave if a signal came meanwhile.
@@ -197,11 +199,12 @@ class Pause:
         loss = losses.of_all
         if loss is not None:
             self.watch.activity.begin("writing what it measured", timed=False)
+            found = {"held_out_loss": loss, "evaluation_seconds": evaluation.seconds - before}
+            found |= {f"held_out_loss/{name}": of_source for name, of_source in losses.of_source.items()}
             if self.writer is not None:
-                found = {"held_out_loss": loss, "evaluation_seconds": evaluation.seconds - before}
-                found |= {f"held_out_loss/{name}": of_source for name, of_source in losses.of_source.items()}
                 self.writer.complete(num_steps, found)
             self.progress.evaluated(loss)
+            self.callbacks.after_evaluation({"step": num_steps, **found})
         return loss
 
     def _stop_if_asked(self, num_steps: int, held_out: float | None) -> None:

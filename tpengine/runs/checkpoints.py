@@ -23,6 +23,7 @@ from tpengine.checkpoint.upload import Uploads
 from tpengine.config import spike_rule_of
 from tpengine.distributed.agreement import all_gather_json, broadcast_json
 from tpengine.distributed.process import max_over_ranks
+from tpengine.runs.callbacks import Callbacks
 from tpengine.training.checkpoint_blocks import blocks_of
 from tpengine.training.planned_run import PlannedRun, RunError
 from tpengine.training.state_check import check_finite, check_replicas
@@ -45,6 +46,7 @@ class RunCheckpoints:
         state: what is saved.
         planned: the run.
         run_dir: the run's directory on rank 0; None elsewhere.
+        callbacks: of the run; None for none.
 
     Attributes:
         uploads: runs --train.after-checkpoint on rank 0; None elsewhere, and without it. Whoever has left the context
@@ -55,9 +57,14 @@ class RunCheckpoints:
             not see it.
     """
 
-    def __init__(self, state: TrainState, planned: PlannedRun, run_dir: Path | None) -> None:
+    def __init__(
+        self, state: TrainState, planned: PlannedRun, run_dir: Path | None, callbacks: Callbacks | None = None
+    ) -> None:
         self._state, self._planned, self._train = state, planned, planned.config.train
+        self._callbacks = callbacks
         self._saved_step: int | None = None
+        # Of the checkpoint that is being written.
+        self._written_step: int | None = None
         self._failure: str | None = None
         self._saver: Saver | None = None
         self.uploads: Uploads | None = None
@@ -109,6 +116,9 @@ class RunCheckpoints:
         Raises:
             RunError: on all ranks alike: what would be saved is not finite, or replicas differ.
         """
+        if self._callbacks is not None and self._callbacks.are_given and self._written_step and not is_writing:
+            # It is on disk, and callbacks hear of it.
+            self.wait()
         every, last = self._train.checkpoint_every, self._train.steps
         is_due = bool(every) and (num_steps % every == 0 or num_steps == last)
         if is_due and not (is_writing and num_steps != last and self._must_leave_out(num_steps)):
@@ -243,6 +253,8 @@ class RunCheckpoints:
         state.rank.activity.begin("checking what is to be saved")
         check_finite(state)
         check_replicas(state, num_steps)
+        if self._callbacks is not None:
+            self._callbacks.before_checkpoint(self._saver.directory.of_step(num_steps), num_steps)
         # Copy it; a thread writes the copy while training goes on.
         state.rank.activity.begin("copying a checkpoint aside", timed=False)
         config = replace(planned.config, device="cuda" if state.rank.device.type == "cuda" else "cpu")
@@ -258,11 +270,17 @@ class RunCheckpoints:
             saved["held_out_loss"] = held_out_loss
         self._failure = None
         self._saver.save(num_steps, blocks_of(state), saved)
-        self._saved_step = num_steps
+        self._saved_step = self._written_step = num_steps
 
     def _note(self, failure: str | None) -> None:
-        """Print and remember that a checkpoint could not be written; the run goes on, and the next may succeed."""
+        """Tell callbacks that a checkpoint is on disk; or print and remember why it is not: the run goes on, and the
+        next may succeed.
+        """
+        step, self._written_step = self._written_step, None
         if failure is None:
+            if step is not None and self._callbacks is not None:
+                assert self._saver is not None
+                self._callbacks.after_checkpoint(self._saver.directory.of_step(step), step)
             return
         self._failure = failure
         self._saved_step = None

@@ -1,4 +1,4 @@
-"""What a rank of a run is given: its work, and what others do for it."""
+"""What a rank of a run is given: its work, and what others do for it; and what comes of the run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -18,7 +18,9 @@ from tpengine.layout.step_plan import Layout
 from tpengine.observe.console import HeldBytes
 from tpengine.observe.records import Recording
 from tpengine.plan import Plan, Residency
+from tpengine.runs.callbacks import Callback
 from tpengine.runs.restoring import Beginning
+from tpengine.training.elementwise import UpdateRule
 from tpengine.training.samples import Corpus
 
 
@@ -71,6 +73,9 @@ class Job:
             TensorBoard events, on rank 0; None elsewhere.
         checkpoint: where to continue, unless a rank cannot use it; None starts at step 0.
         beginning: the weights that step 0 starts from; None for drawn ones.
+        objective: the user's own loss and metrics; None for the next token's.
+        optimizer: the user's own optimizer; None for what the configuration says.
+        callbacks: the user's own, the same on all ranks.
     """
 
     config: Config
@@ -85,3 +90,25 @@ class Job:
     run_dir: Path | None
     checkpoint: Checkpoint | None
     beginning: Beginning | None = None
+    objective: Any = None
+    optimizer: UpdateRule | None = None
+    callbacks: tuple[Callback, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What has come of a run that has ended with its last step, equal on all ranks.
+
+    Attributes:
+        run_dir: its directory on rank 0's host, as an absolute path.
+        step: how many steps are done in all.
+        loss: of the last step, in nats per valid target; None if this start computed no step.
+        held_out_loss: of the last step's weights, in nats; None if there is none.
+        checkpoint: the newest checkpoint; None if none is saved.
+    """
+
+    run_dir: Path
+    step: int
+    loss: float | None
+    held_out_loss: float | None
+    checkpoint: Path | None

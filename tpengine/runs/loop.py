@@ -16,15 +16,16 @@ from rich.console import Console
 from tpengine.checkpoint.resume import Checkpoint
 from tpengine.checkpoint.upload import Uploads
 from tpengine.distributed.agreement import broadcast_json
-from tpengine.distributed.process import max_over_ranks, start, stop
+from tpengine.distributed.process import differing_ranks, max_over_ranks, start, stop
 from tpengine.last_words import forget_last_words
 from tpengine.observe.activity import OtherRanks
 from tpengine.observe.console import ProgressLine, console_for, show_held_out, show_next
 from tpengine.observe.metrics import BackgroundWriter, left_out_record, peak_memory_bytes, step_record
 from tpengine.observe.watch import Watch
 from tpengine.runs.between_steps import Evaluation, Pause
+from tpengine.runs.callbacks import Callbacks
 from tpengine.runs.checkpoints import RunCheckpoints
-from tpengine.runs.job import Job
+from tpengine.runs.job import Job, RunResult
 from tpengine.runs.opening import open_writer
 from tpengine.runs.profiler import Profiler
 from tpengine.runs.restoring import restore_newest
@@ -37,12 +38,15 @@ from tpengine.training.spikes import StepResult
 from tpengine.training.train_state import TrainState
 
 
-def train(job: Job, watch: Watch) -> None:
+def train(job: Job, watch: Watch) -> RunResult:
     """Train, evaluate and sample; collective over all ranks. No process group may exist yet.
 
     Args:
         job: what to train.
         watch: handles signals and hangs while this runs.
+
+    Returns:
+        What has come of it.
 
     Raises:
         RunError: on all ranks alike, for what the user can fix.
@@ -52,7 +56,7 @@ def train(job: Job, watch: Watch) -> None:
     try:
         with _pulse(job, watch):
             # Keep no variable of the run here: it would keep the process groups alive until they are destroyed below.
-            uploads = _loop(_set_up(job, watch))
+            result, uploads = _loop(_set_up(job, watch))
     except RunError as error:
         # All ranks come here. Clear the traceback's frames first: they keep the process groups alive.
         traceback.clear_frames(error.__traceback__)
@@ -63,6 +67,7 @@ def train(job: Job, watch: Watch) -> None:
         # The other ranks have ended or end now: nobody waits for the last upload but rank 0.
         watch.activity.begin("waiting for --train.after-checkpoint", timed=False)
         uploads.finish()
+    return result
 
 
 def _pulse(job: Job, watch: Watch) -> contextlib.AbstractContextManager[None]:
@@ -83,12 +88,15 @@ class _Run:
     """The parts of a run that has been set up.
 
     Attributes:
+        run_dir: its directory, as rank 0's host has it.
         checkpoint: where it continues; None at step 0.
     """
 
     job: Job
     watch: Watch
+    run_dir: Path
     console: Console
+    callbacks: Callbacks
     trainer: Trainer
     checkpoint: Checkpoint | None
     checkpoints: RunCheckpoints
@@ -111,6 +119,7 @@ class _Run:
 def _set_up(job: Job, watch: Watch) -> _Run:
     """Build the model and its groups, and restore the checkpoint if there is one; collective."""
     watch.activity.begin("building the model and its groups")
+    _check_own(job)
     draws = job.checkpoint is None and job.beginning is None
     trainer = Trainer(
         job.config,
@@ -120,9 +129,11 @@ def _set_up(job: Job, watch: Watch) -> _Run:
         residency=job.residency,
         draws=draws,
         corpora=job.corpora,
+        optimizer=job.optimizer,
     )
     state, planned = trainer.state, trainer.planned
-    watch.activity.ranks = _ranks_of(job, state)
+    run_dir = Path(broadcast_json(str(job.run_dir and job.run_dir.absolute())))
+    watch.activity.ranks = _ranks_of(job, state, run_dir)
     watch.activity.begin("reading the checkpoint", timed=False)
     checkpoint = restore_newest(state, planned, job.checkpoint)
     if checkpoint is None and job.beginning is not None:
@@ -132,30 +143,46 @@ def _set_up(job: Job, watch: Watch) -> _Run:
         # The checkpoint that was there has been removed meanwhile.
         state.draw_weights()
     trainer.enter_phase_of(0 if checkpoint is None else checkpoint.index.step)
-    checkpoints = RunCheckpoints(state, planned, job.run_dir)
+    callbacks = Callbacks(job.callbacks, job.launch.rank, watch.activity, job.device)
+    checkpoints = RunCheckpoints(state, planned, job.run_dir, callbacks)
     skipped = SkippedSteps(planned, watch.activity, job.run_dir)
     beginning = job.beginning if checkpoint is None else None
     spikes = SpikeAnswers(trainer, job.run_dir, checkpoints, beginning, job.wings.find_beginning)
     console, first_step = console_for(job.launch.rank), 0 if checkpoint is None else checkpoint.index.step
     evaluation = Evaluation(state, job.run_dir, console, partial(_decoder, job, console), first_step)
-    return _Run(job, watch, console, trainer, checkpoint, checkpoints, skipped, spikes, evaluation)
+    return _Run(job, watch, run_dir, console, callbacks, trainer, checkpoint, checkpoints, skipped, spikes, evaluation)
 
 
-def _ranks_of(job: Job, state: TrainState) -> AwaitedRanks:
+def _check_own(job: Job) -> None:
+    """Compare, by name, what the user has given of their own over all ranks; collective.
+
+    Raises:
+        RunError: on all ranks alike.
+    """
+    own = [("loss", job.objective), ("optimizer", job.optimizer), *(("callback", each) for each in job.callbacks)]
+    named = [f"{what} {getattr(part, '__qualname__', type(part).__qualname__)}" for what, part in own]
+    if differing := differing_ranks(" ".join(named), job.device):
+        raise RunError(
+            f"all ranks must be given the same loss, metrics, optimizer and callbacks: ranks {differing} differ from "
+            "rank 0: call tpengine.run alike on every rank; a callback's on_first_rank_only has rank 0 alone call it"
+        )
+
+
+def _ranks_of(job: Job, state: TrainState, run_dir: Path) -> AwaitedRanks:
     """Return what tells whom this rank waits for, also in the run's directory if this host sees it; collective."""
     peers = Peers(job.device)
     if job.run_dir is not None:
         forget_last_words(job.run_dir)
-    run_dir = Path(broadcast_json(str(job.run_dir and job.run_dir.absolute())))
     return AwaitedRanks(state, peers, run_dir if run_dir.is_dir() else None)
 
 
-def _loop(run: _Run) -> Uploads | None:
+def _loop(run: _Run) -> tuple[RunResult, Uploads | None]:
     """Train the steps that are left, evaluate, and write their metrics; at the end show a sample; collective.
 
-    Returns: what still runs --train.after-checkpoint.
+    Returns: what has come of it, and what still runs --train.after-checkpoint.
     """
     job, watch, trainer, checkpoints = run.job, run.watch, run.trainer, run.checkpoints
+    loss: float | None = None
     state = trainer.state
     skipped, spikes = run.skipped, run.spikes
     with (
@@ -169,7 +196,7 @@ def _loop(run: _Run) -> Uploads | None:
         watch.activity.timeout_seconds = job.config.train.timeout_seconds
         watch.activity.stoppable = True
         with ProgressLine(run.console, job.config.train.steps, run.first_step) as progress:
-            pause = Pause(job.device, watch, run.evaluation, checkpoints, writer, progress, profiler)
+            pause = Pause(job.device, watch, run.evaluation, checkpoints, writer, progress, profiler, run.callbacks)
             # A run that was stopped before it evaluated its last step does so now.
             held_out = run.known_held_out
             if run.first_step and held_out is None:
@@ -213,17 +240,24 @@ def _loop(run: _Run) -> Uploads | None:
                         pause.stop(step, int(stop_signal))
                     step = _answer_spike(run, pause, step, result)
                     continue
+                loss = result.loss
                 skipped.note(step, result, trainer.step)
+                run.callbacks.after_step(record)
                 if stop_signal:
                     pause.stop(step + 1, int(stop_signal))
                 held_out = pause.after(step + 1)
                 checkpoints.after_step(step + 1, held_out, bool(is_writing))
+                if failure := run.callbacks.failure():
+                    raise RunError(f"{failure}{checkpoints.save_before_leaving(step + 1)}")
                 step += 1
         profiler.finish()
         _end_steps(run, pause, held_out)
         # Before the writer ends: it tells others how the run has ended.
         _show_result(run, held_out)
-    return checkpoints.uploads
+        newest = checkpoints.newest()
+        checkpoint = None if newest is None else run.run_dir / newest.relative_to(newest.parents[1])
+        ended = RunResult(run.run_dir, job.config.train.steps, loss, held_out, checkpoint)
+    return ended, checkpoints.uploads
 
 
 def _record(
@@ -282,6 +316,8 @@ def _end_steps(run: _Run, pause: Pause, held_out: float | None) -> None:
     """Wait for the last checkpoint, then handle a signal or a changed text that came during the last step."""
     watch, checkpoints = run.watch, run.checkpoints
     checkpoints.wait()
+    if failure := run.callbacks.failure():
+        raise RunError(f"{failure}{checkpoints.where()}")
     stop_signal, content_flag = max_over_ranks([float(watch.stop), float(run.job.content.flag)], run.job.device)
     if content_flag:
         raise RunError(run.job.content.explain(int(content_flag)))

@@ -34,7 +34,7 @@ from tpengine.files import keep_aside
 from tpengine.layout.parameters import stage_specs
 from tpengine.observe.activity import Activity
 from tpengine.training.checkpoint_blocks import hf_name
-from tpengine.training.optimizer import LossScale
+from tpengine.training.loss_scale import LossScale
 from tpengine.training.planned_run import PlannedRun, RunError
 from tpengine.training.spikes import StepResult
 from tpengine.training.train_step import TrainStep

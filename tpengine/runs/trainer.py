@@ -17,11 +17,13 @@ from tpengine.pipeline.executor import Trace
 from tpengine.pipeline.preload import connect
 from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Residency
+from tpengine.training.elementwise import UpdateRule
 from tpengine.training.next_phase import enter_phase
 from tpengine.training.planned_run import PlannedRun, planned_run
 from tpengine.training.samples import Corpus, SamplePosition
 from tpengine.training.train_state import RankContext, TrainState
 from tpengine.training.train_step import TrainStep
+from tpengine.training.update_rules import with_rule
 
 
 class Trainer:
@@ -37,6 +39,7 @@ class Trainer:
         draws: draw the initial weights. Without, they hold anything but in padding, until somebody loads them.
         corpora: the text of each phase (as data.open_corpora opens them); default `corpus` in all of them.
         packs_gradients: as layout_of; default on CUDA.
+        optimizer: one of the user's own instead of config.optim's, the same on all ranks.
 
     Attributes:
         planned: the run's phases, each with its plan.
@@ -44,7 +47,7 @@ class Trainer:
         step: runs the steps of the current phase; `enter_phase_of` makes another.
 
     Raises:
-        ValueError: the plan fails verification (a bug of a schedule, named).
+        ValueError: the plan fails verification (a bug of a schedule, named); the optimizer is none.
         RunError: ranks differ in plan, configuration or text.
 
     The constructor is collective; the default process group must exist. With train.reduction exact it makes torch
@@ -62,7 +65,9 @@ class Trainer:
         draws: bool = True,
         corpora: Sequence[Corpus] | None = None,
         packs_gradients: bool | None = None,
+        optimizer: UpdateRule | None = None,
     ) -> None:
+        config = config if optimizer is None else with_rule(config, optimizer)
         # Plan: who holds what, and the order of actions, in every phase.
         packs = device.type == "cuda" if packs_gradients is None else packs_gradients
         self.planned = planned_run(config, corpus, corpora, residency, packs)
@@ -71,7 +76,7 @@ class Trainer:
         # Connect: the mesh, its groups and their communicators.
         rank = _connect(self.planned, device, activity or Activity())
         # Build: model, gradient buckets, optimizer; then what runs the steps.
-        self.state = TrainState(rank, self.planned.parts[0])
+        self.state = TrainState(rank, self.planned.parts[0], optimizer)
         if draws:
             self.state.draw_weights()
         else:

@@ -1,8 +1,8 @@
 """A run's state as blocks of global tensors, as checkpoints hold it, under Hugging Face's Llama names.
 
     model.layers.0.self_attn.q_proj.weight             in the training dtype, vocabulary padding left out
-    optimizer.exp_avg.model.layers.0...                moments, in the accumulation dtype
-    optimizer.exp_avg_sq.model.layers.0...
+    optimizer.exp_avg.model.layers.0...                what the optimizer keeps (config/optimizers.py), here AdamW's
+    optimizer.exp_avg_sq.model.layers.0...             moments, in the accumulation dtype or in bfloat16
     optimizer.master.model.layers.0...                 only where the training dtype is narrower than float32
 
 A checkpoint of step 0 has weights alone, in any dtype: `tpengine import` writes it.
@@ -76,10 +76,7 @@ def restore(state: TrainState, checkpoint: Checkpoint) -> int:
     if checkpoint.index.step == 0:
         load_weights(state, checkpoint.directory, checkpoint.index)
         # A damaged checkpoint may have filled them before.
-        for name in state.weights:
-            for kind, tensor in state.optimizer.state_of(name).items():
-                if kind != "master":
-                    tensor.zero_()
+        state.optimizer.clear()
     else:
         load(checkpoint.directory, checkpoint.index, blocks_of(state))
     # An old checkpoint has no number of updates: its version could not skip steps.

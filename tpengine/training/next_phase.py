@@ -27,7 +27,7 @@ def enter_phase(state: TrainState, part: PlannedPhase) -> None:
     held = {} if is_cut_alike else _copy_of(state)
     state.model.release()
     state.part = part
-    state.optimizer.use(config.optim)
+    state.optimizer.use(config.optim, state.updates)
     if not is_cut_alike:
         state.build()
         _fill(state, held)
@@ -75,13 +75,14 @@ def _tensors(state: TrainState, name: str) -> list[tuple[str, Tensor, Tensor | N
     """Return (kind, a tensor of its dtype, what this rank owns of it or None) of a piece."""
     gradient_dtype = next(iter(state.gradients.of.values())).dtype if state.gradients.of else torch.float32
     weight = state.model.held[name]
-    kinds = ["", "exp_avg", "exp_avg_sq", *(["master"] if weight.dtype != gradient_dtype else [])]
+    dtypes = {"": weight.dtype, **{kind: kept or gradient_dtype for kind, kept in state.optimizer.state_dtypes.items()}}
+    if weight.dtype != gradient_dtype:
+        dtypes["master"] = gradient_dtype
     if name not in state.weights:
-        of: Mapping[str, Tensor | None] = dict.fromkeys(kinds)
+        of: Mapping[str, Tensor | None] = dict.fromkeys(dtypes)
     else:
         of = {"": state.weights[name], **state.optimizer.state_of(name)}
-    like = torch.empty(0, dtype=gradient_dtype)
-    return [(kind, weight if kind == "" else like, of[kind]) for kind in kinds]
+    return [(kind, torch.empty(0, dtype=dtype), of[kind]) for kind, dtype in dtypes.items()]
 
 
 def _fill(state: TrainState, held: _Held) -> None:

@@ -30,7 +30,6 @@ from tpengine.training.checkpoint_blocks import hf_name
 from tpengine.training.planned_run import RunError
 from tpengine.training.train_state import TrainState
 
-_KINDS = ("", "master", "exp_avg", "exp_avg_sq")
 _NO_HASH = torch.iinfo(torch.int64).min
 # Words of a row, and rows hashed at a time: temporaries of 0.5 MB stay in a core's cache.
 _COLUMNS, _ROWS = 1 << 14, 4
@@ -156,20 +155,21 @@ class _ShardNumbers:
         self._names = [spec.name for spec in stage_specs(model, self._size, 0, model.num_layers)]
         self._first = {name: number * self._size for number, name in enumerate(self._names)}
         self._each = len(self._names) * self._size
-        self._of_replica = len(_KINDS) * self._each
+        self._kinds = ("", "master", *state.optimizer.state_dtypes)
+        self._of_replica = len(self._kinds) * self._each
         self._first_place = 0 if state.sliced is None else state.rank.mesh.at.dp * self._of_replica
         self.num = self._of_replica * (1 if state.sliced is None else state.rank.mesh.shape.dp)
 
     def of(self, kind: str, piece: str) -> int:
         """Return the place of a piece of this rank."""
         spec, holder = self._pieces[piece].spec, self._pieces[piece].holder
-        return self._first_place + _KINDS.index(kind) * self._each + self._first[spec.name] + holder
+        return self._first_place + self._kinds.index(kind) * self._each + self._first[spec.name] + holder
 
     def name(self, place: int) -> str:
         """Return the name that the tensor at a place is saved under."""
         kind, rest = divmod(place % self._of_replica, self._each)
         name = hf_name(self._names[rest // self._size])
-        return f"optimizer.{_KINDS[kind]}.{name}" if kind else name
+        return f"optimizer.{self._kinds[kind]}.{name}" if kind else name
 
 
 def _tensors(state: TrainState, masters_only: bool = False) -> Iterator[tuple[str, str, Tensor]]:

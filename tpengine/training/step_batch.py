@@ -117,7 +117,7 @@ class TrainingBatch:
         step: what was read for the current step.
         losses: float64 [dp * micro-batches], the current step's loss sums of all replicas' micro-batches: those of this
             replica have values, the others are zero.
-        scale: what the losses that backward starts from are multiplied by besides (training/optimizer.py: LossScale).
+        scale: what the losses that backward starts from are multiplied by besides (training/loss_scale.py: LossScale).
     """
 
     step: StepBatch

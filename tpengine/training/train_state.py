@@ -34,9 +34,12 @@ from tpengine.model.transformer import Transformer
 from tpengine.observe.activity import Activity
 from tpengine.pipeline.stage import Batch, Stage
 from tpengine.plan import Gathered, Recompute, Reduced, Weights
-from tpengine.training.optimizer import AdamW, LossScale
+from tpengine.training.elementwise import ElementwiseOptimizer, Place, UpdateRule
+from tpengine.training.loss_scale import LossScale
+from tpengine.training.optimizer import AdamW, Optimizer, Updates
 from tpengine.training.planned_run import PlannedPhase
 from tpengine.training.spikes import SpikeWindow
+from tpengine.training.update_rules import listed_rule
 
 
 class Assembled(NamedTuple):
@@ -196,6 +199,7 @@ class TrainState:
     Args:
         rank: this rank.
         part: the phase that the state is in.
+        rule: an optimizer of the user's own, which the configuration names (with_rule); None for a listed one.
 
     Attributes:
         rank: as given.
@@ -211,8 +215,8 @@ class TrainState:
         rollbacks: those of the run so far; their samples are left out.
     """
 
-    def __init__(self, rank: RankContext, part: PlannedPhase) -> None:
-        self.rank, self.part = rank, part
+    def __init__(self, rank: RankContext, part: PlannedPhase, rule: UpdateRule | None = None) -> None:
+        self.rank, self.part, self._rule = rank, part, rule
         self.num_updates = 0
         self.loss_scale = LossScale(part.config.train.dtype)
         self.spikes = SpikeWindow(spike_rule_of(part.config.train.spike))
@@ -226,12 +230,27 @@ class TrainState:
         self.model, self.gradients, self.sliced = assemble(
             config, self.part.layout, self.rank.mesh, self.rank.comms, self.rank.device, self.halves
         )
-        self.optimizer = AdamW(
-            self.weights,
-            self.gradients.of,
-            [name for name, piece in self.model.pieces.items() if decays(config.model, piece.spec)],
-            config.optim,
-        )
+        self.optimizer = self._optimizer()
+
+    @property
+    def updates(self) -> Updates:
+        """How the optimizer updates each piece: (factor of the learning rate, weight decay)."""
+        config = self.part.config
+        return {
+            name: (1.0, config.optim.weight_decay if decays(config.model, piece.spec) else 0.0)
+            for name, piece in self.model.pieces.items()
+        }
+
+    def _optimizer(self) -> Optimizer:
+        config = self.part.config
+        rule = self._rule or listed_rule(config.optim)
+        given = self.weights, self.gradients.of, self.updates, config.optim
+        if rule is None:
+            return AdamW(*given)
+        parts = {} if self.sliced is None else self.sliced.parts
+        firsts = {name: part.in_tensor.start for name, part in parts.items()}
+        places = {name: Place(self.model.pieces[name], firsts.get(name, 0)) for name in self.weights}
+        return ElementwiseOptimizer(rule, *given, places, config.train.seed)
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

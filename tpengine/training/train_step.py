@@ -34,8 +34,8 @@ from tpengine.pipeline.preload import must_preload, preload
 from tpengine.pipeline.stage import RankPipeline
 from tpengine.plan import Action, Kind
 from tpengine.plan.actions import COMPUTE
+from tpengine.training.clipping import clip_
 from tpengine.training.gradient_norm import GradientNorm
-from tpengine.training.optimizer import clip_
 from tpengine.training.planned_run import RunError
 from tpengine.training.samples import SamplePosition
 from tpengine.training.spikes import Limits, StepResult

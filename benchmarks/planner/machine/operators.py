@@ -170,7 +170,7 @@ def update_rates(clock: Clock, dtype: torch.dtype, sizes: Sequence[int]) -> Poin
     for numel in sizes:
         weights = {"w": torch.zeros(numel, device=clock.device, dtype=dtype)}
         gradients = {"w": torch.ones(numel, device=clock.device, dtype=wide)}
-        optimizer = AdamW(weights, gradients, ["w"], OptimConfig())
+        optimizer = AdamW(weights, gradients, {"w": (1.0, OptimConfig().weight_decay)}, OptimConfig())
         num_bytes = work.adamw_work(numel, item, copied).memory_bytes
         seconds = clock.of_call([lambda optimizer=optimizer: optimizer.step(1e-3, 2)])  # type: ignore[misc]
         found["adamw"].append((float(num_bytes), num_bytes / seconds))

@@ -21,7 +21,7 @@ from tpengine.config.settings import RopeScaling
 from tpengine.hugging_face.write import TensorToWrite
 from tpengine.layers import attention, bias, norm, width_norm
 from tpengine.layers.query_scaling import QueryScaling
-from tpengine.layers.scores import Rotation, rope
+from tpengine.layers.scores import Rotation, rope, tables_of
 from tpengine.layout.parameters import EMBEDDING, HEAD, ParameterSpec
 from tpengine.layout.stored import FileBox, Stored
 from tpengine.model import block
@@ -94,9 +94,13 @@ def queries_rotated_one_position_late() -> Any:
     return patch.object(attention, "rope", late)
 
 
-def long_factors_dropped() -> Any:
+@contextmanager
+def long_factors_dropped() -> Iterator[None]:
     """Of longrope the short factors are taken, however long a sequence is."""
-    return patch.object(Rotation, "scaling_of", lambda rotation, seq: rotation.scaling)
+    tables_of.cache_clear()
+    with patch.object(Rotation, "scaling_of", lambda rotation, seq: rotation.scaling):
+        yield
+    tables_of.cache_clear()
 
 
 def queries_do_not_grow() -> Any:

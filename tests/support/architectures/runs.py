@@ -31,12 +31,15 @@ SIZES["gemma3"]["layer_types"] = ["sliding_attention", "full_attention"] * 2
 SIZES["olmo3"]["layer_types"] = ["sliding_attention", "full_attention"] * 2
 SIZES["smollm3"]["no_rope_layers"] = [1, 0, 1, 0]
 # Texts are longer than the length from which queries grow.
-SIZES["ministral3"]["rope_parameters"] = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 8,
-    "llama_4_scaling_beta": 0.3,
+SIZES["ministral3"] |= {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "llama_4_scaling_beta": 0.3,
+    },
+    "sliding_window": 5,
 }
 # transformers changes the factors of longrope when a text reaches the original length; here it is never that long.
 SIZES["phi3"] |= {

@@ -23,6 +23,7 @@ from tpengine.config import (
     ParallelConfig,
     TrainConfig,
     num_shards_of,
+    optimizer_kind,
     validate,
 )
 from tpengine.data import open_corpus
@@ -133,16 +134,17 @@ def train_steps(trainer: Trainer, first: int, last: int) -> Found:
 def digests_of(trainer: Trainer) -> dict[Key, str]:
     """A digest of everything that decides later steps, and of the gradients, for each shard that this rank holds."""
     digests = {}
-    kinds = ["weight", "gradient", "exp_avg", "exp_avg_sq"] + ["master"] * (
-        trainer.state.part.config.train.dtype in NARROW
-    )
+    # By kind, its dtype; None: that in which gradients are added.
+    kinds: dict[str, torch.dtype | None] = {"weight": None, "gradient": None, **trainer.state.optimizer.state_dtypes}
+    if trainer.state.part.config.train.dtype in NARROW:
+        kinds["master"] = None
     for name, piece in trainer.state.model.pieces.items():
         tensors: dict[str, Tensor] = {}
         if name in trainer.state.weights:
             tensors = {"weight": trainer.state.weights[name], "gradient": trainer.state.gradients.of[name]}
             tensors |= trainer.state.optimizer.state_of(name)
-        for kind in kinds:
-            dtype = trainer.state.model.held[name].dtype if kind == "weight" else None
+        for kind, dtype in kinds.items():
+            dtype = trainer.state.model.held[name].dtype if kind == "weight" else dtype
             found = whole(trainer.state, name, tensors.get(kind), dtype)
             digests[piece.spec.name, piece.holder // piece.num_holders, kind] = digest(found)
     return digests
@@ -175,7 +177,8 @@ def merge(config: Config, found: Sequence[Found]) -> Bits:
         for key, value in digests_of_rank.items():
             assert digests.setdefault(key, value) == value, f"rank {rank} holds another {key} than a rank before it"
     size = num_shards_of(config)
-    kinds = ["weight", "gradient", "exp_avg", "exp_avg_sq"] + ["master"] * (config.train.dtype in NARROW)
+    kinds = ["weight", "gradient", *optimizer_kind(config.optim).states]
+    kinds += ["master"] * (config.train.dtype in NARROW)
     table = {
         (spec.name, piece.holder // piece.num_holders, kind)
         for spec in stage_specs(config.model, size, 0, config.model.num_layers)

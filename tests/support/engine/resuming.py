@@ -11,11 +11,13 @@ from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.runs.trainer import Trainer
 from tpengine.training.checkpoint_blocks import restore
+from tpengine.training.elementwise import UpdateRule
 
 
-def resumed(config: Config, run_dir: str, num_steps: int) -> Trainer:
+def resumed(config: Config, run_dir: str, num_steps: int, optimizer: UpdateRule | None = None) -> Trainer:
     """This rank's trainer, after the `num_steps` steps of the checkpoint in `run_dir`."""
-    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"), optimizer=optimizer)
+    config = trainer.planned.config
     checkpoint = find_checkpoint(replace(config, run_dir=run_dir), trainer.state.part.corpus.fingerprint())
     assert checkpoint is not None
     assert restore(trainer.state, checkpoint) == num_steps

@@ -58,7 +58,12 @@ PARTS: dict[str, dict[str, Any]] = {
         }
     },
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"] * 2, "attention_bias": True},
-    "smollm3": {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 5},
+    "smollm3": {
+        "attention_bias": False,
+        "no_rope_layers": [1, 0, 1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 5,
+    },
 }
 
 

@@ -84,8 +84,36 @@ def test_the_fused_operators_alone(tmp_path: Path) -> None:
     assert run_example(tmp_path, "feed_forward") == "y [32, 32], through shared memory\n"
 
 
+def test_a_run_of_ones_own(tmp_path: Path) -> None:
+    """Flags override what it asks for; its callback speaks on the first rank."""
+    assert len((EXAMPLES / "own_run.py").read_text().splitlines()) <= 40
+    flags = "--train.steps", "2", "--train.eval-every", "1", "--device", "cpu", "--run-dir", "out"
+    first, second = run_ranks(2, "tpengine.examples.own_run", *flags, cwd=tmp_path)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    told = [line for line in first.stderr.splitlines() if line.endswith(" nats surer")]
+    assert [line.split(":")[0] for line in told] == ["step 1", "step 2"]
+    assert "step 2/2" in first.stdout and not second.stdout and "nats" not in second.stderr
+    assert (tmp_path / "out" / "checkpoints" / "step-00000002" / "index.json").is_file()
+
+
+@pytest.mark.slow
+def test_its_command_runs_it_to_the_end(tmp_path: Path) -> None:
+    program, *arguments = command_of("own_run").split()
+    assert program == "torchrun"
+    done = run_program(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    surer = [float(line.split()[2]) for line in done.stderr.splitlines() if line.endswith(" nats surer")]
+    assert len(surer) == 3 and surer[0] < surer[2] and surer[2] > 1.5
+
+
 def test_every_example_is_run_and_listed() -> None:
     names = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__"}
-    assert set(LARGEST_LOSSES) | {"feed_forward"} | MODULES == names
+    assert set(LARGEST_LOSSES) | {"feed_forward", "own_run"} | MODULES == names
     listed, linked = (EXAMPLES / "__init__.py").read_text(), (ROOT / "README.md").read_text()
     assert not [name for name in names if f"- {name}: " not in listed or f"(tpengine/examples/{name}.py)" not in linked]

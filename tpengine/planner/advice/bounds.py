@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tpkernels.work import Work, adamw_work
+from tpkernels.work import Work
 
 from tpengine.architectures.part import Sizes
 from tpengine.architectures.registry import layers_are_alike
@@ -35,6 +35,7 @@ from tpengine.dtypes import dtype_bytes
 from tpengine.layout.parameters import EMBEDDING, num_parameters, stage_specs
 from tpengine.layout.state_bytes import even_state_bytes
 from tpengine.layout.step_plan import gradient_bytes, layer_ranges
+from tpengine.layout.update_work import update_work
 from tpengine.plan import SCHEDULES, Chunk, Gathered, Kind, Recompute
 from tpengine.plan.schedule import looping, vee
 from tpengine.planner import ChunkBytes
@@ -171,8 +172,8 @@ class Bounds:
         is_full, is_named = _fills_all_chunks(layout), layout.schedule in SCHEDULES
         of = layout.tp * layout.pp, layout.dp, layout.zero, layout.residency, layout.chunks_per_rank, is_full, is_named
         if of not in self._state:
-            numel, more = self.num_weights // of[0], 0.0
-            held = even_state_bytes(numel, layout.zero, layout.dp, self.question.base.train.dtype)
+            numel, more, base = self.num_weights // of[0], 0.0, self.question.base
+            held = even_state_bytes(numel, layout.zero, layout.dp, base.train.dtype, base.optim)
             # What is gathered, and what is not summed yet: of a chunk at least. A chunk's buffer is given back right
             # before its next backward. How many chunks a file's schedule has is not known here.
             if layout.zero >= ZERO_OF_SLICED_GRADIENTS and is_named:
@@ -218,7 +219,8 @@ class Bounds:
         numel = self._num_weights(layout.tp, tuple(layers[chunk] for chunk in chunks))
         boundary = layout.micro_batch_size * train.seq_len // layout.tp * self.question.base.model.hidden_size
         slots = (held.num_forward + held.num_backward) * boundary * self.narrow
-        return even_state_bytes(numel, zero, layout.dp, train.dtype) + slots + max(map(total, held.states))
+        state = even_state_bytes(numel, zero, layout.dp, train.dtype, self.question.base.optim)
+        return state + slots + max(map(total, held.states))
 
     def _num_weights(self, tp: int, layers: tuple[tuple[int, int], ...], *, is_bucket: bool = False) -> int:
         """Return the elements that a tp rank holds of layers and ends; `is_bucket` leaves out what ends may share."""
@@ -348,11 +350,11 @@ class Bounds:
     def _optimizer(self, layout: Candidate) -> float:
         machine, dtype = self.question.machine, self.question.base.train.dtype
         updated = int(self.num_weights / (layout.tp * layout.pp * (layout.dp if layout.zero else 1)))
-        copy = self.narrow if self.narrow < self.wide else 0
         world = layout.tp * layout.pp * layout.dp
         clip = machine.other_seconds(Work(memory_bytes=updated * self.wide), dtype)
         clip += 2 * math.ceil(math.log2(world)) * machine.link(world, 1).latency_s
-        update = clip + machine.other_seconds(adamw_work(updated, self.wide, copy), dtype, "adamw")
+        work, operator = update_work(self.question.base.optim, dtype, updated)
+        update = clip + machine.other_seconds(work, dtype, operator)
         return machine.recorded.get(Kind.STEP, 1.0) * update
 
     def _stream(self, layout: Candidate) -> float:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from tpengine.architectures.part import MASK, Kept, Sizes
-from tpengine.config import Config, validate
+from tpengine.config import Config, optimizer_kind, validate
 from tpengine.dtypes import dtype_bytes
 from tpengine.layout.flops import step_flops
 from tpengine.layout.state_bytes import num_weights, state_bytes
 from tpengine.layout.step_plan import Layout, gradient_bytes, layout_of, training_plan
+from tpengine.layout.update_work import state_item_bytes
 from tpengine.plan import Kind, Plan, Recompute, Residency, Timeline
 from tpengine.plan.actions import BUCKET, COMPUTE
 from tpengine.planner import StepFigures, simulate
@@ -180,7 +181,8 @@ def memory_lines(sheet: Sheet) -> Iterator[str]:
     for rank, memory in enumerate(sheet.memory):
         numel, state = num_weights(config, layout, rank), state_bytes(config, layout, rank)
         yield f"rank {rank}: {numel:,} weights"
-        kinds = (("weights", 1, narrow), ("gradients", 1, wide), ("masters", 1, wide), ("moments", 2, wide))
+        moments = len(optimizer_kind(config.optim).states), state_item_bytes(config.optim, config.train.dtype)
+        kinds = (("weights", 1, narrow), ("gradients", 1, wide), ("masters", 1, wide), ("moments", *moments))
         for (name, times, item), share in zip(kinds, (*shares, shares[-1]), strict=True):
             formula = f"{numel:,} x {times} x {item}" if times > 1 else f"{numel:,} x {item}"
             # Exact mode cuts by blocks of its own, and has gradients in the trees that add them up (exact_sizes.py).

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from tpkernels.work import Work, adamw_work
+from tpkernels.work import Work
 
 from tpengine.architectures.part import Packed
 from tpengine.architectures.registry import layers_are_alike
@@ -22,6 +22,7 @@ from tpengine.dtypes import dtype_bytes
 from tpengine.layout.slices import slice_numel
 from tpengine.layout.state_bytes import num_weights, state_bytes
 from tpengine.layout.step_plan import Layout, gradient_bytes, num_summed
+from tpengine.layout.update_work import update_work
 from tpengine.plan import Bucket, Chunk, Kind, Plan, Reduced, Weights
 from tpengine.planner import ChunkBytes, Costs
 from tpengine.planner.machine import CPU_CORE, Machine
@@ -266,10 +267,9 @@ class StepCosts:
 
     def _step_seconds(self, numel: int) -> float:
         """Return what the optimizer takes, with what a step does once besides."""
-        stored = self.item if self.item < self.wide else 0
-        work = adamw_work(self._num_updated(numel), self.wide, stored)
-        adamw = self.machine.other_seconds(work, self.dtype, "adamw")
-        return self._update_share * (adamw + self._once_per_step(numel))
+        work, operator = update_work(self.config.optim, self.dtype, self._num_updated(numel))
+        update = self.machine.other_seconds(work, self.dtype, operator)
+        return self._update_share * (update + self._once_per_step(numel))
 
     def _once_per_step(self, numel: int) -> float:
         """Return what a step does before its plan, where it was measured: zero gradients, prepare weights."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tpengine.architectures.part import Packed
-from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig, validate
+from tpengine.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, validate
 from tpengine.config.settings import ModelDetails
 from tpengine.layout.parameters import num_parameters
 from tpengine.layout.step_plan import layout_of, training_plan
@@ -21,7 +21,6 @@ from tpengine.planner.machine.measured import PRODUCTS
 from tpengine.planner.modelled.activations import activation_bytes
 from tpengine.planner.modelled.caches import prepared_bytes, touched_bytes
 from tpengine.planner.modelled.costs import action_seconds, bytes_per_rank, model_costs
-from tpengine.training.optimizer import AdamW
 
 SMALL = ModelConfig(hidden_size=32, num_layers=8, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=61)
 
@@ -220,13 +219,32 @@ def test_a_rank_holds_its_share_all_the_time(choices: dict[str, Any]) -> None:
     assert len(shares) == pp and whole <= tp * sum(numel for numel, _ in shares) <= 1.5 * (whole + copies)
 
 
-def test_the_moments_are_adamws() -> None:
-    """Besides a parameter, by dtypes with and without a master of their own."""
-    for dtype, is_master in (("float32", True), ("bfloat16", False)):
-        config = config_of(train={"dtype": dtype})
-        ((numel, held),) = bytes_per_rank(config, layout_of(config))
-        own = numel * (4 if is_master else 2)
-        assert held == own + numel * 4 * AdamW.states_per_element(is_master)
+def test_the_states_are_the_optimizers() -> None:
+    """Bytes of a weight, its gradient, a master where the dtype is narrower, and what the optimizer keeps."""
+    for dtype, own in (("float32", 4 + 4), ("bfloat16", 2 + 4 + 4)):
+        for name, moments, states in (
+            ("adamw", "float32", 8),
+            ("adamw", "bfloat16", 4),
+            ("lion", "float32", 4),
+            ("sgd", "bfloat16", 2),
+            ("torch.RMSprop", "float32", 8),
+        ):
+            config = config_of(train={"dtype": dtype})
+            config = replace(config, optim=OptimConfig(name=name, moments=moments))  # type: ignore[arg-type]
+            ((numel, held),) = bytes_per_rank(config, layout_of(config))
+            assert held == numel * (own + states), name
+
+
+def test_an_update_takes_what_its_optimizer_says() -> None:
+    """AdamW's kernel reads and writes each tensor once; other optimizers take a pass for each operation."""
+    seconds = {}
+    for optim in (OptimConfig(), OptimConfig(name="sgd"), OptimConfig(name="lion", moments="bfloat16")):
+        config = replace(config_of(), optim=optim)
+        seconds[optim.name] = costs_of(config, machine_of(memory_bytes_per_s=1.0)).step
+    ((numel, _),) = bytes_per_rank(config_of(), layout_of(config_of()))
+    assert seconds["adamw"] == numel * 28
+    assert seconds["sgd"] == numel * (3 * 4 * 7 + 2 * 4)
+    assert seconds["lion"] == numel * (3 * 4 * 11 + 2 * 2)
 
 
 @pytest.mark.parametrize("machine", [CPU_CORE, H200], ids=["cpu", "h200"])

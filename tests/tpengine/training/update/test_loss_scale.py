@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tpengine.training.optimizer import CEILING, FIRST_SCALE, FLOOR, GROWTH_STEPS, LossScale
+from tpengine.training.loss_scale import CEILING, FIRST_SCALE, FLOOR, GROWTH_STEPS, LossScale
 
 
 def test_it_halves_at_once_and_doubles_after_many_updates() -> None:

@@ -11,9 +11,10 @@ from torch.optim.adamw import adamw
 from tpkernels.launch import by_triton
 
 from tpengine.config import OptimConfig
+from tpengine.training.clipping import clip_
 from tpengine.training.gradient_norm import squares_of_blocks
 from tpengine.training.learning_rate import learning_rate
-from tpengine.training.optimizer import AdamW, clip_
+from tpengine.training.optimizer import AdamW
 
 
 def test_learning_rate_warms_up_and_ends_at_the_minimum() -> None:
@@ -48,7 +49,7 @@ def test_masters_follow_float32_and_are_rounded_into_bfloat16() -> None:
     narrow, wide = {"w": Parameter(start.clone())}, {"w": Parameter(start.float())}
     gradients = {"w": torch.zeros(64)}
     config = OptimConfig(lr=1e-3)
-    narrow_optim, wide_optim = (AdamW(p, gradients, ["w"], config) for p in (narrow, wide))
+    narrow_optim, wide_optim = (AdamW(p, gradients, {"w": (1.0, 0.1)}, config) for p in (narrow, wide))
     for update in range(1, 21):
         gradients["w"].normal_()
         narrow_optim.step(1e-3, update)
@@ -57,10 +58,10 @@ def test_masters_follow_float32_and_are_rounded_into_bfloat16() -> None:
     assert torch.equal(narrow_optim.masters["w"], wide["w"])
 
 
-def test_only_named_parameters_decay() -> None:
+def test_each_parameter_has_its_own_decay() -> None:
     parameters = {name: Parameter(torch.ones(2)) for name in ("matrix", "norm")}
     gradients = {name: torch.zeros(2) for name in parameters}
-    AdamW(parameters, gradients, ["matrix"], OptimConfig(weight_decay=0.5)).step(0.1, 1)
+    AdamW(parameters, gradients, {"matrix": (1.0, 0.5), "norm": (1.0, 0.0)}, OptimConfig()).step(0.1, 1)
     assert parameters["norm"].tolist() == [1, 1]
     torch.testing.assert_close(parameters["matrix"].detach(), torch.full((2,), 0.95))
 
@@ -72,7 +73,7 @@ def test_a_skipped_step_changes_nothing_and_counts_as_none(dtype: torch.dtype) -
     start, wide = torch.randn(33, 7).to(dtype), torch.promote_types(dtype, torch.float32)
     parameters = [{"w": Parameter(start.clone())} for _ in range(2)]
     gradients = [{"w": torch.zeros(33, 7, dtype=wide)} for _ in range(2)]
-    one, other = (AdamW(p, g, ["w"], OptimConfig()) for p, g in zip(parameters, gradients, strict=True))
+    one, other = (AdamW(p, g, {"w": (1.0, 0.1)}, OptimConfig()) for p, g in zip(parameters, gradients, strict=True))
     yes, no = torch.tensor(True), torch.tensor(False)
 
     def compare() -> None:
@@ -93,10 +94,16 @@ def test_a_skipped_step_changes_nothing_and_counts_as_none(dtype: torch.dtype) -
     assert not torch.equal(parameters[0]["w"], start)
 
 
-def updated_by_torch(state: list[Tensor], gradient: Tensor, decay: float, update: int) -> None:
-    """torch's fused AdamW on one tensor and its moments, with the settings of OptimConfig and a rate of 1e-2."""
+def updated_by_torch(state: list[Tensor], gradient: Tensor, factor: float, decay: float, update: int) -> None:
+    """torch's fused AdamW on one tensor and its moments, with OptimConfig's settings and a rate of factor * 1e-2."""
     config, steps = OptimConfig(), torch.tensor(update - 1.0, device=gradient.device)
-    given = {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps, "weight_decay": decay, "lr": 1e-2}
+    given = {
+        "beta1": config.beta1,
+        "beta2": config.beta2,
+        "eps": config.eps,
+        "weight_decay": decay,
+        "lr": 1e-2 * factor,
+    }
     master, exp_avg, exp_avg_sq = ([tensor] for tensor in state)
     adamw(master, [gradient], exp_avg, exp_avg_sq, [], [steps], fused=True, amsgrad=False, maximize=False, **given)
 
@@ -110,8 +117,9 @@ def check_at_once(device: str, dtype: torch.dtype) -> None:
     held = {name: Parameter(start.clone()) for name, start in starts.items()}
     wide = torch.promote_types(dtype, torch.float32)
     gradients = {name: torch.zeros_like(parameter, dtype=wide) for name, parameter in held.items()}
-    decayed = ["matrix", "transposed"]
-    ours = AdamW(held, gradients, decayed, OptimConfig())
+    # (factor of the rate, weight decay): two with the same, two with others.
+    updates = {"matrix": (1.0, 0.1), "transposed": (1.0, 0.1), "vector": (0.5, 0.0), "moved": (1.0, 0.0)}
+    ours = AdamW(held, gradients, updates, OptimConfig())
     torchs = {
         name: [start.to(wide), *(torch.zeros_like(start, dtype=wide) for _ in "mv")] for name, start in starts.items()
     }
@@ -130,7 +138,7 @@ def check_at_once(device: str, dtype: torch.dtype) -> None:
         for name, gradient in gradients.items():
             gradient.normal_()
             given = gradient * (1 if factor is None else factor.to(wide))
-            updated_by_torch(torchs[name], given, OptimConfig().weight_decay * (name in decayed), update)
+            updated_by_torch(torchs[name], given, *updates[name], update)
         ours.step(1e-2, update, applied, factor)
     for name, parameter in held.items():
         assert parameter.stride() == starts[name].stride()
