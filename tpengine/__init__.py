@@ -11,7 +11,15 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tpengine.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+    from tpengine.config import (
+        Config,
+        DataConfig,
+        ModelConfig,
+        OptimConfig,
+        ParallelConfig,
+        ParameterGroup,
+        TrainConfig,
+    )
     from tpengine.data import write_tokens
     from tpengine.layers import (
         IGNORED_LABEL,
@@ -59,6 +67,7 @@ _HOME = {
     "ModelConfig": "config",
     "OptimConfig": "config",
     "ParallelConfig": "config",
+    "ParameterGroup": "config",
     "TrainConfig": "config",
     "write_tokens": "data",
     "DataParallel": "modules",
@@ -125,6 +134,7 @@ __all__ = [
     "OptimConfig",
     "PackedWeights",
     "ParallelConfig",
+    "ParameterGroup",
     "Pipeline",
     "Placement",
     "Plan",

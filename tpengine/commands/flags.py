@@ -16,7 +16,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tpengine.config import Config
-from tpengine.config.settings import ModelDetails
+from tpengine.config.settings import ModelDetails, ParameterGroup
 from tpengine.dtypes import Dtype, dtype_named
 from tpengine.spelling import choose, meant
 
@@ -95,7 +95,8 @@ def flags_help(base: Config, program: str, description: str) -> str:
     # It takes longer to import than all flags to be read.
     import tyro
 
-    tyro.conf.configure(tyro.conf.Suppress)(ModelDetails)
+    for without_flags in (ModelDetails, ParameterGroup):
+        tyro.conf.configure(tyro.conf.Suppress)(without_flags)
     out = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(out):
         tyro.cli(Config, prog=program, description=description, default=base, args=["--help"])
@@ -103,11 +104,11 @@ def flags_help(base: Config, program: str, description: str) -> str:
 
 
 def _settings(base: Any, prefix: str = "--") -> dict[str, _Setting]:
-    """Return every flag by its name; the numbers of an architecture come from its config.json, and have none."""
+    """Return every flag by its name; numbers of an architecture come from its config.json, groups from TOML."""
     found: dict[str, _Setting] = {}
     for name, hint in get_type_hints(type(base)).items():
         value = getattr(base, name)
-        if isinstance(value, ModelDetails):
+        if isinstance(value, ModelDetails | tuple):
             continue
         if is_dataclass(value):
             found |= _settings(value, f"{prefix}{name}.")

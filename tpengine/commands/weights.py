@@ -62,12 +62,12 @@ from tpengine.hugging_face.write import (
     write_file,
     write_weights,
 )
-from tpengine.layout.parameters import EMBEDDING, HEAD
+from tpengine.layout.parameters import EMBEDDING, HEAD, hf_name
 from tpengine.layout.stored import Stored
 from tpengine.runs.restoring import checkpoint_of
 from tpengine.terminal import escaped, raw
 from tpengine.torch_dtypes import TORCH_DTYPES
-from tpengine.training.checkpoint_blocks import MASTER, hf_name
+from tpengine.training.checkpoint_blocks import MASTER
 
 # Between two lines: on a terminal, where they replace each other, and elsewhere.
 _TERMINAL_SECONDS, _PLAIN_SECONDS = 0.5, 30.0

@@ -17,7 +17,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from tpengine.config.lengths import MOST_MICRO_BATCHES, MOST_STEPS, tokens_of
-from tpengine.config.settings import Config, ModelConfig, ModelDetails, round_up
+from tpengine.config.settings import Config, ModelConfig, ModelDetails, ParameterGroup, round_up
 from tpengine.spelling import choose
 
 _MOST_DETAIL = 2**31
@@ -209,6 +209,8 @@ def check_ranges(config: Config) -> None:
             rule, nearest = ("below 1", default) if high == _BELOW_ONE else (f"at most {high}", high)
             raise ValueError(f"{key} must be {rule}: got {value}: use {nearest}")
     check_details(config.model)
+    for group in config.optim.groups:
+        _check_group(group)
     for owner, section, name in (
         (config.parallel, "parallel.", "tp_comm"),
         (config.parallel, "parallel.", "recompute"),
@@ -234,6 +236,22 @@ def check_ranges(config: Config) -> None:
             f"data.ignore_token must be a token of the vocabulary: got {token}, vocab_size {vocab}: "
             f"use 0 to {vocab - 1}"
         )
+
+
+def _check_group(group: ParameterGroup) -> None:
+    """Raise ValueError for a group of parameters that says nothing, or two things that cannot both be."""
+    if not group.pattern:
+        raise ValueError('optim.groups: each group needs a pattern: got none: use pattern = "*.bias", or its like')
+    name = f"optim.groups: {group.pattern!r}"
+    if not (math.isfinite(group.lr) and group.lr > 0):
+        remedy = "use frozen = true" if group.lr == 0 else "use 1.0"
+        raise ValueError(f"{name}: lr is a factor, finite and above 0: got {group.lr}: {remedy}")
+    decay = group.weight_decay
+    if decay is not None and not (math.isfinite(decay) and decay >= 0):
+        raise ValueError(f"{name}: weight_decay must be finite and at least 0: got {decay}: use 0.0")
+    if group.frozen and (group.lr != 1 or decay is not None):
+        said = f"lr {group.lr:g}" if group.lr != 1 else f"weight_decay {decay:g}"
+        raise ValueError(f"{name}: what is frozen has no rate and no decay: got frozen and {said}: leave one out")
 
 
 def check_model(model: ModelConfig) -> None:

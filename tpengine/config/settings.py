@@ -304,6 +304,24 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that are trained in another way than the rest, or not at all: [[optim.groups]] in TOML.
+
+    Attributes:
+        pattern: glob of their names as checkpoints have them: "model.embed_tokens.*", "*.bias". A parameter belongs to
+            the first group whose pattern it matches (layout/groups.py).
+        lr: factor of the learning rate.
+        weight_decay: of all of them, vectors too; None for optim.weight_decay, of matrices.
+        frozen: whether they stay as they are.
+    """
+
+    pattern: str
+    lr: float = 1.0
+    weight_decay: float | None = None
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     """The optimizer, with warm-up, decay and clipping by global norm."""
 
@@ -338,6 +356,8 @@ class OptimConfig:
     """Final learning rate as a share of the peak."""
     clip_norm: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameters with another rate or weight decay, or frozen; tables [[optim.groups]], no flags."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpengine.config.lengths import DECIDING, last_said, open_settings
-from tpengine.config.settings import Config, ModelDetails
+from tpengine.config.settings import Config, ModelDetails, ParameterGroup
 from tpengine.dtypes import Dtype, dtype_named
 from tpengine.spelling import choose, did_you_mean
 
@@ -55,6 +55,9 @@ def dump_toml(config: Config) -> str:
         key: {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
         for key, value in asdict(config).items()
     }
+    groups = values["optim"].pop("groups")
+    if groups:
+        values["optim"]["groups"] = [{k: v for k, v in group.items() if v is not None} for group in groups]
     if config.model.details == ModelDetails():
         del values["model"]["details"]
     # What is left open is written as it was said, not as numbers that it will decide.
@@ -122,6 +125,8 @@ def _typed(hint: Any, value: Any, default: Any, key: str, path: str) -> Any:
         raise ValueError(f"{path}: {key} must be one of {names}: got {_spelled(value)}: {choose(value, choices)}")
     if typing.get_origin(hint) is tuple:
         of = typing.get_args(hint)[0]
+        if of is ParameterGroup:
+            return _groups(value, key, path)
         kinds = (float, int) if of is float else (of,)
         if not isinstance(value, list) or any(type(entry) not in kinds for entry in value):
             raise ValueError(
@@ -136,6 +141,13 @@ def _typed(hint: Any, value: Any, default: Any, key: str, path: str) -> Any:
         remedy = _as_one_of(wanted, value, default)
         raise ValueError(f"{path}: {key} must be of type {names}: got {_spelled(value)}: {remedy}")
     return value
+
+
+def _groups(value: Any, key: str, path: str) -> tuple[ParameterGroup, ...]:
+    """Return groups of parameters from an array of tables."""
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise ValueError(f"{path}: {key} must be tables: got {_spelled(value)}: begin each with [[{key}]]")
+    return tuple(_updated(ParameterGroup(""), entry, f"{key}.", path) for entry in value)
 
 
 def _as_one_of(wanted: Sequence[type], value: Any, default: Any) -> str:

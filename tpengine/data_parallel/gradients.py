@@ -117,7 +117,7 @@ def fast_step_gradients(
 
     Args:
         layouts: buckets by index.
-        pieces, held: what this rank holds, and the parameters, by piece.
+        pieces, held: what this rank holds, and the parameters that are trained, by piece.
         tied_ends: the embedding is also the output head of its chunk, and gets two contributions in a backward pass.
         comms: the ranks.
         dtype, device: of the buffers.
@@ -174,7 +174,7 @@ def exact_step_gradients(
 
     Args:
         layouts: buckets by index, of parameters.exact_gradients.
-        pieces, held: what this rank holds, and the parameters, by piece.
+        pieces, held: what this rank trains, and the parameters, by piece.
         shards: all shards, and which of them this rank holds.
         chunk_of: the chunk that fills each bucket, by index.
         tied_ends: the embedding is also the output head of this rank, which then has a buffer of its own.
@@ -250,10 +250,10 @@ def _shared(
 def buckets_of_pieces(
     layouts: Mapping[int, BucketLayout], pieces: Mapping[str, Piece], shards: Shards
 ) -> dict[str, int]:
-    """Return the bucket in which the first of each piece's buffers lies, in exact mode."""
+    """Return the bucket in which the first of each piece's buffers lies, in exact mode; some may have none."""
     bucket_of = {leaf: index for index, layout in layouts.items() for leaf in layout.names}
     leaves = _Leaves(pieces, shards, tied_ends=False)
-    return {piece: bucket_of[names[0]] for piece, names in leaves.of_piece.items()}
+    return {piece: bucket_of[names[0]] for piece, names in leaves.of_piece.items() if names[0] in bucket_of}
 
 
 class _Leaves:

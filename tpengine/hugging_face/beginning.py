@@ -21,9 +21,10 @@ from tpengine.hugging_face.directory import ModelDirectory, check_tensors, check
 from tpengine.hugging_face.names import ignorable, stored_of, tied_names, wanted, with_prefix
 from tpengine.hugging_face.read import BoxReader
 from tpengine.hugging_face.tokenizer_files import hand_on, keep_source
+from tpengine.layout.parameters import hf_name
 from tpengine.model.transformer import Transformer
 from tpengine.runs.restoring import checkpoint_of, on_all_ranks
-from tpengine.training.checkpoint_blocks import hf_name, load_blocks, load_weights, masters_of, weights_of_model
+from tpengine.training.checkpoint_blocks import load_blocks, load_weights, masters_of, weights_of_model
 from tpengine.training.planned_run import RunError
 from tpengine.training.train_state import TrainState
 

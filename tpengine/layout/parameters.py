@@ -22,6 +22,9 @@ EMBEDDING = "embed_tokens.weight"
 POSITIONS = "embed_positions.weight"
 HEAD = "lm_head.weight"
 
+# What the name of a buffer ends in that the embedding has as output head (leaf_name).
+HEAD_USE = "#head"
+
 # A cache line. Exact mode's operands begin at one: a library may add in another order elsewhere.
 ALIGNMENT_BYTES = 64
 
@@ -126,6 +129,11 @@ def pieces_of(spec: ParameterSpec, tp: int, held: range) -> tuple[Piece, ...]:
     if len(held) == 1 or spec.shard_dim is None:
         return tuple(Piece(spec.name, spec, tp, shard * num_holders) for shard in shards)
     return tuple(Piece(f"{spec.name}[{shard}]", spec, tp, shard * num_holders) for shard in shards)
+
+
+def hf_name(name: str) -> str:
+    """Return Hugging Face's name of one of our parameters, which checkpoints have too."""
+    return name if name == HEAD else f"model.{name}"
 
 
 def init_std(model: ModelConfig) -> float:
@@ -341,7 +349,7 @@ def sliced_gradients(specs: Sequence[ParameterSpec], tp: int, alone: Collection[
 
 def leaf_name(name: str, shard: int, head: bool = False) -> str:
     """Name of the buffer that the rank's shard, counted from its first, adds to; `head`: as output head."""
-    return f"{name}#{shard}{'#head' if head else ''}"
+    return f"{name}#{shard}{HEAD_USE if head else ''}"
 
 
 def leaf_parts(leaf: str) -> tuple[str, int, bool]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from tpengine.architectures.part import Axis
 from tpengine.architectures.registry import architecture_of
@@ -19,8 +19,10 @@ from tpengine.config import Config, ModelConfig, Phase, Phases, num_evaluated, n
 from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
 from tpengine.dtypes import dtype_bytes
 from tpengine.layout.flops import layer_flops
+from tpengine.layout.groups import check_groups, frozen_of
 from tpengine.layout.parameters import (
     EMBEDDING,
+    HEAD_USE,
     BucketLayout,
     Gradient,
     bucket_layouts,
@@ -54,10 +56,14 @@ from tpengine.plan.clock import whole_unit_durations
 
 @dataclass(frozen=True)
 class PlacedBucket:
-    """A gradient bucket and the chunks whose backwards fill it: one, or both ends of a model with tied embeddings."""
+    """A gradient bucket and the chunks whose backwards fill it: one, or both ends of a model with tied embeddings.
+
+    Where replicas own slices of weights, frozen weights have buckets too, which nothing fills.
+    """
 
     chunks: tuple[int, ...]
     layout: BucketLayout
+    is_frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Layout:
         buckets: by index, unique over all ranks; a chunk's in the order in which backward completes them.
         zero: the stage of ZeRO: what replicas own slices of.
         residency: how long gathered weights stay.
+        first_trained: the first chunk with weights that are trained: those before have no backward.
     """
 
     pp: int
@@ -81,6 +88,7 @@ class Layout:
     buckets: Mapping[int, PlacedBucket]
     zero: int = 0
     residency: Residency = Residency.STEP
+    first_trained: int = 0
 
     def chunks_of(self, rank: int) -> tuple[int, ...]:
         """The chunks of a pipeline rank, in model order."""
@@ -91,8 +99,19 @@ class Layout:
         return tuple(self.layers[chunk] for chunk in self.chunks_of(rank))
 
     def buckets_of(self, rank: int) -> dict[int, BucketLayout]:
-        """The buckets of a pipeline rank, by index."""
-        return {i: bucket.layout for i, bucket in self.buckets.items() if self.ranks[bucket.chunks[0]] == rank}
+        """The gradient buckets of a pipeline rank, by index."""
+        return self._buckets_of(rank, is_frozen=False)
+
+    def frozen_buckets_of(self, rank: int) -> dict[int, BucketLayout]:
+        """The buckets of a pipeline rank's frozen weights, by index, where replicas own slices of them."""
+        return self._buckets_of(rank, is_frozen=True)
+
+    def _buckets_of(self, rank: int, *, is_frozen: bool) -> dict[int, BucketLayout]:
+        return {
+            index: bucket.layout
+            for index, bucket in self.buckets.items()
+            if self.ranks[bucket.chunks[0]] == rank and bucket.is_frozen == is_frozen
+        }
 
     @property
     def ends_share_a_rank(self) -> bool:
@@ -146,18 +165,23 @@ def layout_of(
         packs_gradients: gradients of weights that one matmul reads lie behind each other, and one product adds to all
             of them; default where the configuration says `device cuda`. Never in exact mode: a product's bits depend on
             its size. For the same reason not on a CPU, where it would save nothing.
+
+    Raises:
+        ValueError: as check_groups.
     """
     parallel, model = config.parallel, config.model
     assert parallel.pp and parallel.dp and parallel.tp, "resolve the layout first: config.validate"
+    check_groups(config)
     schedule = schedule_of(config)
     layers = layer_ranges(model, balanced_for or config.train.seq_len, schedule.ranks, Recompute(parallel.recompute))
     packed = config.train.reduction == "fast" and (
         config.device == "cuda" if packs_gradients is None else packs_gradients
     )
     gradients = chunk_gradients(config, schedule.ranks, layers, packed=packed)
+    first_trained = min(min(chunks) for chunks, of_chunks in gradients.items() if of_chunks)
     item = gradient_bytes(config.train.dtype)
     placed: list[PlacedBucket] = []
-    for chunk, ends_after in enumerate(slack(schedule, whole_unit_durations(schedule.ranks))):
+    for chunk, ends_after in enumerate(slack(schedule, whole_unit_durations(schedule.ranks), first_trained)):
         # Nothing hides what is reduced after the step's last backward: there the last bucket is to be a small one.
         layouts = bucket_layouts(
             gradients[chunk,],
@@ -171,6 +195,9 @@ def layout_of(
     for chunks in gradients:
         if len(chunks) > 1:
             placed += [PlacedBucket(chunks, layout) for layout in bucket_layouts(gradients[chunks], 1, item)]
+    for chunks, weights in frozen_weights(config, schedule.ranks, layers).items():
+        layouts = bucket_layouts(weights, parallel.bucket_bytes, item, in_order_of_use=True)
+        placed += [PlacedBucket(chunks, layout, is_frozen=True) for layout in layouts]
     is_open = parallel.residency == "auto" or parallel.zero_in_effect != ZERO_OF_SLICED_WEIGHTS
     asked = Residency.STEP if is_open else Residency(parallel.residency)
     return Layout(
@@ -182,13 +209,31 @@ def layout_of(
         dict(enumerate(placed)),
         parallel.zero_in_effect,
         residency or asked,
+        first_trained,
     )
+
+
+def frozen_weights(
+    config: Config, ranks: Sequence[int], layers: Sequence[tuple[int, int]]
+) -> dict[tuple[int, ...], tuple[Gradient, ...]]:
+    """The frozen weights that replicas own slices of, by the chunks that use them, as buffers that nothing adds to.
+
+    Below stage 3 of ZeRO every replica has frozen weights whole, and nobody gathers them.
+    """
+    frozen = frozen_of(config)
+    if not frozen or config.parallel.zero_in_effect != ZERO_OF_SLICED_WEIGHTS:
+        return {}
+    return {
+        # A weight has one place, also where an output head reads it too.
+        chunks: tuple(replace(weight, reduce_over=("dp",)) for weight in weights if not weight.name.endswith(HEAD_USE))
+        for chunks, weights in _buffers(config, ranks, layers, frozen.__contains__).items()
+    }
 
 
 def chunk_gradients(
     config: Config, ranks: Sequence[int], layers: Sequence[tuple[int, int]], *, packed: bool = False
 ) -> dict[tuple[int, ...], tuple[Gradient, ...]]:
-    """The gradient buffers, by the chunks whose backwards add to them.
+    """The gradient buffers of what is trained, by the chunks whose backwards add to them.
 
     Args:
         ranks, layers: pipeline rank and layer range of each chunk.
@@ -198,6 +243,19 @@ def chunk_gradients(
         One entry per chunk; and, where one rank holds both ends of a model with tied embeddings as two chunks, and adds
         both uses to one buffer, an entry of both for that buffer.
     """
+    frozen = frozen_of(config)
+    return _buffers(config, ranks, layers, lambda name: name not in frozen, packed=packed)
+
+
+def _buffers(
+    config: Config,
+    ranks: Sequence[int],
+    layers: Sequence[tuple[int, int]],
+    takes: Callable[[str], bool],
+    *,
+    packed: bool = False,
+) -> dict[tuple[int, ...], tuple[Gradient, ...]]:
+    """See chunk_gradients: the buffers of those parameters whose names `takes` takes."""
     model, tp, exact = config.model, config.parallel.tp, config.train.reduction == "exact"
     assert tp, "resolve the layout first: config.validate"
     table_size = num_shards_of(config) if exact else tp
@@ -205,7 +263,7 @@ def chunk_gradients(
     shares_ends = model.tie_embeddings and last > 0 and ranks[0] == ranks[last]
     found: dict[tuple[int, ...], tuple[Gradient, ...]] = {}
     for chunk, (begin, end) in enumerate(layers):
-        specs = stage_specs(model, table_size, begin, end)
+        specs = tuple(spec for spec in stage_specs(model, table_size, begin, end) if takes(spec.name))
         if exact:
             # Each use of tied embeddings on one rank has buffers of its own, filled by the chunk that uses it.
             uses = (False, True) if model.tie_embeddings and last == 0 else (shares_ends and chunk == last,)
@@ -221,7 +279,7 @@ def chunk_gradients(
             if config.parallel.zero_in_effect
             else gradients_of(specs, tp, packed=packed)
         )
-    if shares_ends and not exact:
+    if shares_ends and not exact and takes(EMBEDDING):
         found[0, last] = gradients_of([embedding_spec(model, tp)], tp)
     return found
 
@@ -251,7 +309,8 @@ def training_plan(config: Config, layout: Layout) -> Plan:
 def lowered(config: Config, layout: Layout) -> Plan:
     """Build the plan of one training step, as `training_plan`, but do not verify it: for a planner's trials."""
     buckets = _buckets(config, layout)
-    tied = config.model.tie_embeddings and not layout.ends_share_a_rank
+    is_tied = config.model.tie_embeddings and EMBEDDING not in frozen_of(config)
+    tied = is_tied and not layout.ends_share_a_rank
     return lower(
         schedule_of(config),
         _chunks(config, layout, config.train.micro_batch_size),
@@ -290,8 +349,9 @@ def forward_plan(config: Config, layout: Layout, num_microbatches: int, micro_ba
 def weights_of(config: Config, layout: Layout, index: int) -> Weights:
     """Return what every replica holds of a bucket's weights.
 
-    In exact mode each use of a tied embedding has gradients of its own. Where one rank makes both uses, as two chunks,
-    the table belongs to the bucket of the lookup and stays whole, since the other chunk's plan does not gather it.
+    Frozen ones have buckets only where they are sliced. In exact mode each use of a tied embedding has gradients of its
+    own. Where one rank makes both uses, as two chunks, the table belongs to the bucket of the lookup and stays whole,
+    since the other chunk's plan does not gather it.
     """
     bucket = layout.buckets[index]
     if config.train.reduction == "exact" and layout.zero:
@@ -315,7 +375,12 @@ def reduced_of(config: Config) -> Reduced:
 
 def _buckets(config: Config, layout: Layout) -> tuple[Bucket, ...]:
     return tuple(
-        Bucket(index, bucket.chunks, weights_of(config, layout, index), reduced_of(config))
+        Bucket(
+            index,
+            bucket.chunks,
+            weights_of(config, layout, index),
+            Reduced.NEVER if bucket.is_frozen else reduced_of(config),
+        )
         for index, bucket in layout.buckets.items()
         if num_summed(layout, bucket.layout, config.model) > 1
     )
@@ -333,6 +398,7 @@ def _chunks(config: Config, layout: Layout, micro_batch_size: int) -> tuple[Chun
             output=None if chunk == last else boundary,
             recompute=Recompute(config.parallel.recompute),
             gathered=Gathered(config.parallel.gathered),
+            has_backward=chunk >= layout.first_trained,
         )
         for chunk, (rank, layers) in enumerate(zip(layout.ranks, layout.layers, strict=True))
     )
@@ -343,15 +409,19 @@ def phase_layouts(
 ) -> tuple[Layout, ...]:
     """Return the layout of each phase.
 
-    Layers are split for the sequences of the phase with the most tokens, so that each rank keeps its layers. In exact
-    mode phases whose models are cut into other numbers of shards have other buckets.
+    Layers are split for the sequences of the phase with the most tokens, so that each rank keeps its layers. Phases
+    that freeze other weights, or in exact mode cut the model into another number of shards, have other buckets.
 
     Args:
         phases: of the run.
         residency, packs_gradients: as layout_of.
+
+    Raises:
+        ValueError: as check_phases.
     """
+    check_phases(phases)
     longest = longest_of(phases)
-    found: dict[int, Layout] = {}
+    found: dict[object, Layout] = {}
     for phase in (longest, *phases):
         if cut_of(phase.config) not in found:
             found[cut_of(phase.config)] = layout_of(
@@ -360,11 +430,25 @@ def phase_layouts(
     return tuple(found[cut_of(phase.config)] for phase in phases)
 
 
+def check_phases(phases: Phases) -> None:
+    """Check the groups of parameters of every phase.
+
+    Raises:
+        ValueError: as check_groups, under the phase's number where there are several.
+    """
+    for phase in phases:
+        try:
+            check_groups(phase.config)
+        except ValueError as error:
+            where = f"{phase.config.phases}: in phase {phase.number + 1} " if len(phases) > 1 else ""
+            raise ValueError(f"{where}{error}") from None
+
+
 def longest_of(phases: Phases) -> Phase:
     """Return the phase with the most tokens: layers are split for its sequences."""
     return max(phases, key=lambda phase: (phase.end_step - phase.first_step) * phase.tokens_per_step)
 
 
-def cut_of(config: Config) -> int:
-    """Return into how many shards exact mode cuts the model: phases with another number have another model."""
-    return num_shards_of(config) if config.train.reduction == "exact" else 1
+def cut_of(config: Config) -> tuple[int, frozenset[str]]:
+    """Return what phases with one model and its buffers have alike: exact mode's number of shards; what is frozen."""
+    return num_shards_of(config) if config.train.reduction == "exact" else 1, frozen_of(config)

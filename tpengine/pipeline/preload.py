@@ -95,7 +95,7 @@ def preload(
             if chunk.output is not None and number + 1 not in stages:
                 own.receive_output_grad(microbatch, _zeros(chunk.output, device))
             handlers[action.kind](action)
-            if chunk.input is not None and number - 1 not in stages:
+            if plan.gives_gradient(number) and number - 1 not in stages:
                 own.take_input_grad(microbatch)
 
 

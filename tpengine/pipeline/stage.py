@@ -52,6 +52,7 @@ class Stage:
         recompute: keep only the input between forward and backward; backward computes chunk and loss once more.
         apart: applied to every tensor that leaves the stage; it must copy one that lies in a receive slot, which is
             soon written again (a stage that only makes views returns such a tensor). Default: no copy.
+        gives_gradient: whether the stage before it needs the gradient of its input: nothing before is trained without.
 
     Memory: inputs and graphs of the micro-batches between their F and their B.
     """
@@ -65,7 +66,9 @@ class Stage:
         is_last: bool,
         recompute: bool = False,
         apart: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        gives_gradient: bool = True,
     ) -> None:
+        self._gives_gradient = gives_gradient and not is_first
         self._chunk, self._batch = chunk, batch
         self._is_first, self._is_last = is_first, is_last
         self._recompute, self._apart = recompute, apart
@@ -121,7 +124,7 @@ class Stage:
             torch.autograd.backward(end)
         # The input's gradient waits to be sent upstream.
         x = self._inputs.pop(microbatch, None)
-        if x is not None:
+        if x is not None and self._gives_gradient:
             assert x.grad is not None, f"micro-batch {microbatch}: backward gave no gradient to the stage's input"
             # Clear x.grad: a weight half may keep x for longer, and must not keep its gradient too.
             self._input_grads[microbatch], x.grad = self._apart(x.grad), None
@@ -142,8 +145,8 @@ class Stage:
         if self._is_first:
             y = self._chunk(self._batch.tokens(microbatch))
         else:
-            # A leaf that shares the received memory and collects the gradient.
-            x = self._inputs[microbatch].detach().requires_grad_()
+            # A leaf that shares the received memory and collects the gradient, if anybody needs one.
+            x = self._inputs[microbatch].detach().requires_grad_(self._gives_gradient)
             self._inputs[microbatch] = x
             y = self._chunk(x)
         if self._is_last:
@@ -188,7 +191,7 @@ class RankPipeline:
         on_receive: Callable[[Tensor], None] = lambda tensor: None,
     ) -> None:
         self.stages = stages
-        self._training, self._halves = plan.training, halves
+        self._plan, self._training, self._halves = plan, plan.training, halves
         self._on_receive = on_receive
         self._live: set[tuple[int, int]] = set()
         self.most_live = 0
@@ -207,7 +210,7 @@ class RankPipeline:
         """Run F; if the next chunk is this rank's too, pass the output to it."""
         chunk, microbatch = action.piece
         stage = self.stages[chunk]
-        if self._training:
+        if self._training and self._plan.chunks[chunk].has_backward:
             self._live.add(action.piece)
             self.most_live = max(self.most_live, len(self._live))
             stage.forward(microbatch)
@@ -225,7 +228,7 @@ class RankPipeline:
         chunk, microbatch = action.piece
         stage = self.stages[chunk]
         stage.backward(microbatch)
-        if chunk - 1 in self.stages:
+        if chunk - 1 in self.stages and self._plan.gives_gradient(chunk):
             self.stages[chunk - 1].receive_output_grad(microbatch, stage.take_input_grad(microbatch))
 
     def input_half(self, action: Action) -> None:

@@ -73,7 +73,7 @@ def lower(
     """Complete compute lists to a plan. It is not verified here: pass it to `verify`.
 
     Args:
-        schedule: compute actions, from a generator.
+        schedule: compute actions, from a generator; backwards of chunks that have none are left out.
         chunks: the model's pieces in model order, on the ranks that the schedule gives them.
         buckets: what to gather and reduce. Those that the same backward completes are listed in the order in which it
             does.
@@ -87,7 +87,8 @@ def lower(
     Cost: O(n log n) in the number n of actions, sub-actions included.
     """
     _check_chunks(schedule, chunks)
-    lists = add_transfers(schedule)
+    first = next((index for index, chunk in enumerate(chunks) if chunk.has_backward), 0)
+    lists = add_transfers(schedule.with_backward_from(first), first)
     own = _buckets_by_rank(schedule.ranks, buckets)
     if training:
         lists = tuple(add_reductions(actions, own[rank]) for rank, actions in enumerate(lists))
@@ -126,12 +127,12 @@ def _buckets_by_rank(ranks: Sequence[int], buckets: Sequence[Bucket]) -> Mapping
     return found
 
 
-def add_transfers(schedule: Schedule) -> ComputeLists:
+def add_transfers(schedule: Schedule, first: int = 0) -> ComputeLists:
     """Insert sends and receives into the lists of compute actions.
 
     Chunks that share a rank need no transfer.
 
-    Args: schedule: compute actions and the chunks' ranks.
+    Args: schedule: compute actions and the chunks' ranks. first: the first chunk that has a backward.
     Returns: one list per rank.
     Raises: ValueError: the lists cannot finish.
     """
@@ -140,7 +141,7 @@ def add_transfers(schedule: Schedule) -> ComputeLists:
     placed: defaultdict[int, list[tuple[_Place, bool, Action]]] = defaultdict(list)
     for own, rank in enumerate(timeline.ranks):
         for span in rank.compute:
-            place, send = _place(span), _send(span.action, schedule.ranks)
+            place, send = _place(span), _send(span.action, schedule.ranks, first)
             placed[own].append((place, False, span.action))
             if send is not None:
                 receive = counterpart(send)
@@ -160,7 +161,7 @@ def _place(span: Span) -> _Place:
     return span.end, 1 if span.action.kind is Kind.F else 2, chunk
 
 
-def _send(action: Action, ranks: Sequence[int]) -> Action | None:
+def _send(action: Action, ranks: Sequence[int], first: int) -> Action | None:
     """Return the send of the tensor that a compute action produces, if it leaves the rank."""
     chunk, microbatch = action.piece
     if action.kind is Kind.F:
@@ -168,6 +169,8 @@ def _send(action: Action, ranks: Sequence[int]) -> Action | None:
     elif action.kind in INPUT_GRADIENT:
         neighbour, kind = chunk - 1, Kind.SEND_B
     else:
+        return None
+    if kind is Kind.SEND_B and neighbour < first:
         return None
     if not 0 <= neighbour < len(ranks) or ranks[neighbour] == ranks[chunk]:
         return None
@@ -189,6 +192,8 @@ def add_reductions(actions: Sequence[Action], buckets: Sequence[Bucket]) -> tupl
             backwards[action.piece[0]].append(position)
     reduces: dict[int, list[Action]] = defaultdict(list)
     for bucket in buckets:
+        if bucket.reduced is Reduced.NEVER:
+            continue
         filling = sorted(position for chunk in bucket.chunks for position in backwards.get(chunk, ()))
         for position in filling if bucket.reduced is Reduced.MICROBATCH else filling[-1:]:
             reduces[position].append(Action(Kind.REDUCE, index=bucket.index))
@@ -277,7 +282,9 @@ def add_ending(actions: Sequence[Action], rank: int, ranks: Sequence[int], ties:
     return (*actions, *sums, Action(Kind.CLIP), Action(Kind.STEP))
 
 
-def slack(schedule: Schedule, durations: Mapping[tuple[Kind, int], float] | None = None) -> tuple[float, ...]:
+def slack(
+    schedule: Schedule, durations: Mapping[tuple[Kind, int], float] | None = None, first: int = 0
+) -> tuple[float, ...]:
     """Return how long before the end of all compute each chunk's last backward ends.
 
         slack[c] = makespan - end of the last B or W of chunk c;   on 1f1b slack[r] = r * t_B
@@ -288,12 +295,13 @@ def slack(schedule: Schedule, durations: Mapping[tuple[Kind, int], float] | None
     Args:
         schedule: compute actions, with backwards.
         durations: as for `clock`; None for its units.
+        first: the first chunk whose backward is run; those before have all the time.
     Returns: one time per chunk, in model order, in the unit of the durations, 0 or more. Reductions and transfers are
         assumed to take no time.
     Raises: ValueError: as `clock`, or a chunk has no backward.
     """
-    timeline = clock(schedule.compute, durations)
-    ends = {
+    timeline = clock(schedule.with_backward_from(first).compute, durations)
+    ends = dict.fromkeys(range(first), 0.0) | {
         span.action.piece[0]: span.end
         for rank in timeline.ranks
         for span in rank.compute

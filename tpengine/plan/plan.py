@@ -68,6 +68,8 @@ class Reduced(StrEnum):
     STEP = "step"
     # Those of each micro-batch for itself: inside every backward that fills the bucket.
     MICROBATCH = "microbatch"
+    # There are none: its weights are frozen.
+    NEVER = "never"
 
 
 class Residency(StrEnum):
@@ -89,6 +91,8 @@ class Chunk:
         input: what arrives from the chunk before; None for the first chunk, which reads tokens.
         output: what goes to the chunk after; None for the last chunk, which ends in the loss.
         recompute, gathered: how the chunk trades time for memory.
+        has_backward: whether backward comes to it: it, or a chunk before it, has weights that are trained. Of a chunk
+            without, no gradient is computed, sent or received.
     """
 
     rank: int
@@ -97,6 +101,7 @@ class Chunk:
     output: TensorSpec | None
     recompute: Recompute = Recompute.NONE
     gathered: Gathered = Gathered.KEEP
+    has_backward: bool = True
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,10 @@ class Plan:
             raise ValueError(f"{transfer} needs a chunk {chunk}: there are {len(self.chunks)} chunks")
         return self.chunks[chunk].rank
 
+    def gives_gradient(self, chunk: int) -> bool:
+        """Return whether backward of a chunk computes the gradient of its input, which the chunk before it needs."""
+        return chunk > 0 and self.chunks[chunk - 1].has_backward
+
     def chunks_of(self, rank: int) -> tuple[int, ...]:
         """Return the chunks that a rank holds, in model order."""
         return tuple(index for index, chunk in enumerate(self.chunks) if chunk.rank == rank)
@@ -180,7 +189,7 @@ class Plan:
         for index, chunk in enumerate(self.chunks):
             first, last = chunk.layers
             ends = f"input {chunk.input or 'none'} output {chunk.output or 'none'}"
-            memory = f"recompute {chunk.recompute} gathered {chunk.gathered}"
+            memory = f"recompute {chunk.recompute} gathered {chunk.gathered}{'' if chunk.has_backward else ' forward'}"
             lines.append(f"chunk {index} rank {chunk.rank} layers {first}:{last} {ends} {memory}")
         for bucket in self.buckets:
             state = f"weights {bucket.weights} reduced {bucket.reduced}"

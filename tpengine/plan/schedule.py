@@ -39,6 +39,17 @@ class Schedule:
         """Return whether weight halves (W) run apart from input halves: only layers with a gradient sink can."""
         return any(action.kind is Kind.W for actions in self.compute for action in actions)
 
+    def with_backward_from(self, first: int) -> Schedule:
+        """Return the schedule without the backwards of the chunks before `first`, in the same order otherwise.
+
+        Nothing that is left waits for what is left out: a backward needs those of the chunks behind it.
+        """
+        lists = (
+            tuple(action for action in actions if action.kind is Kind.F or action.piece[0] >= first)
+            for actions in self.compute
+        )
+        return Schedule(self.name, self.ranks, tuple(lists)) if first else self
+
     @property
     def keeps_order(self) -> bool:
         """Return whether each chunk's weight gradients are added in the order of the micro-batches.

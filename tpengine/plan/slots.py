@@ -40,7 +40,7 @@ def receive_slots(actions: Sequence[Action]) -> ReceiveSlots:
     """Assign a slot to every receive of one rank's list.
 
     A received tensor lives from its posting to the last compute action of its chunk and micro-batch: B, the later of I
-    and W, or F in a forward-only plan.
+    and W, or F where there is no backward.
 
     Args: actions: the rank's complete list.
     Returns: slots numbered from 0, separately for activations and gradients.

@@ -103,10 +103,16 @@ def _head(_: int, groups: tuple[str, ...]) -> tuple[str, bool, int, int]:
 
 
 def _chunk(number: int, groups: tuple[str, ...]) -> Chunk:
-    index, rank, first, end, received, given, recompute, gathered = groups
+    index, rank, first, end, received, given, recompute, gathered, forward = groups
     _check_number("chunk", number, index)
     return Chunk(
-        int(rank), (int(first), int(end)), _spec(received), _spec(given), Recompute(recompute), Gathered(gathered)
+        int(rank),
+        (int(first), int(end)),
+        _spec(received),
+        _spec(given),
+        Recompute(recompute),
+        Gathered(gathered),
+        has_backward=not forward,
     )
 
 
@@ -151,7 +157,7 @@ _CHUNK = _Form(
     "chunk",
     re.compile(
         rf"chunk {_INTEGER} rank {_INTEGER} layers {_INTEGER}:{_INTEGER} input {_SPEC} output {_SPEC} "
-        rf"recompute ({'|'.join(Recompute)}) gathered ({'|'.join(Gathered)})"
+        rf"recompute ({'|'.join(Recompute)}) gathered ({'|'.join(Gathered)})( forward|)"
     ),
     "chunk 0 rank 0 layers 0:6 input none output float32[128,64] recompute none gathered keep",
     _chunk,

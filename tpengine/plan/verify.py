@@ -14,7 +14,7 @@ from itertools import product
 
 from tpengine.dtypes import DTYPES
 from tpengine.plan.actions import COMPUTE, Action, Kind
-from tpengine.plan.plan import Plan, fault
+from tpengine.plan.plan import Plan, Reduced, fault
 from tpengine.plan.verify_buckets import check_gradients, check_residency
 from tpengine.plan.verify_transfers import check_blocking, check_channels, check_matching, check_posting, check_receives
 
@@ -57,6 +57,7 @@ def check_structure(plan: Plan) -> None:
     _check_tensors(plan)
     _check_boundaries(plan)
     _check_gradients(plan)
+    _check_backwards(plan)
 
 
 def _check_layers(plan: Plan) -> None:
@@ -132,6 +133,21 @@ def _check_gradients(plan: Plan) -> None:
             raise fault(plan, "a tie has members on different ranks", values)
 
 
+def _check_backwards(plan: Plan) -> None:
+    """Check that backward comes to the end of the model, and is needed where gradients are reduced."""
+    has_backward = [chunk.has_backward for chunk in plan.chunks]
+    if has_backward != sorted(has_backward) or not has_backward[-1]:
+        rule = "backward comes from the last chunk, and ends at the first that is trained"
+        without = [index for index, found in enumerate(has_backward) if not found]
+        raise fault(plan, rule, f"chunks {without} of {len(plan.chunks)} have none")
+    named = [(f"bucket {bucket.index}", bucket.chunks) for bucket in plan.buckets if bucket.reduced != Reduced.NEVER]
+    named += [(f"tie {tie.index}", tie.chunks) for tie in plan.ties]
+    for name, chunks in named:
+        for chunk in chunks:
+            if plan.training and not has_backward[chunk]:
+                raise fault(plan, "gradients are reduced of chunks that have a backward", f"{name} names chunk {chunk}")
+
+
 def _check_unique(plan: Plan, what: str, indices: Sequence[int]) -> None:
     seen: set[int] = set()
     for index in indices:
@@ -169,9 +185,10 @@ def _check_place(plan: Plan, rank: int, position: int, action: Action, seen: _Po
 
 def _check_complete(plan: Plan, chunk: int, microbatch: int, positions: _Positions) -> None:
     found = {kind for kind in COMPUTE if (kind, chunk, microbatch) in positions}
-    legal = [{Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}] if plan.training else [{Kind.F}]
+    has_backward = plan.training and plan.chunks[chunk].has_backward
+    legal = [{Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}] if has_backward else [{Kind.F}]
     if found not in legal:
-        what = "one F and one B, or F, I and W" if plan.training else "one F and nothing else"
+        what = "one F and one B, or F, I and W" if has_backward else "one F and nothing else"
         names = ", ".join(sorted(found)) or "nothing"
         rank = plan.chunks[chunk].rank
         raise fault(

@@ -88,7 +88,11 @@ def _check_buckets(
         found = positions.get((Kind.REDUCE, bucket.index), ())
         for position in found:
             _check_place(plan, rank, bucket, position)
-        if bucket.reduced is Reduced.MICROBATCH:
+        if bucket.reduced is Reduced.NEVER:
+            if found:
+                values = f"bucket {bucket.index} of {_chunks(bucket)}"
+                raise fault(plan, "a bucket of frozen weights has no gradients", values, rank, found[0])
+        elif bucket.reduced is Reduced.MICROBATCH:
             _check_each(plan, rank, bucket, found)
         else:
             _check_once(plan, rank, bucket, found, max(last_backward[chunk] for chunk in bucket.chunks))

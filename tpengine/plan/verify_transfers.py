@@ -88,6 +88,8 @@ def _peer(plan: Plan, rank: int, position: int, transfer: Action) -> int:
         raise fault(plan, "a transfer has a peer", str(error), rank, position) from None
     if peer == rank:
         raise fault(plan, "chunks on one rank need no transfer", f"{transfer}", rank, position)
+    if transfer.kind is Kind.SEND_B and not plan.gives_gradient(chunk):
+        raise fault(plan, "a gradient is sent to a chunk that has a backward", f"{transfer}", rank, position)
     return peer
 
 
@@ -228,13 +230,13 @@ def check_slots(plan: Plan, rank: int, slots: ReceiveSlots) -> None:
             places[action.piece].append((action.kind, slot))
         if action.kind in COMPUTE:
             done[action.piece].add(action.kind)
-            if _is_finished(done[action.piece], plan.training):
+            if _is_finished(done[action.piece], plan.training and plan.chunks[action.piece[0]].has_backward):
                 for place in places.pop(action.piece, ()):
                     del holder[place]
 
 
-def _is_finished(done: set[Kind], training: bool) -> bool:
-    return Kind.F in done if not training else Kind.B in done or {Kind.I, Kind.W} <= done
+def _is_finished(done: set[Kind], has_backward: bool) -> bool:
+    return Kind.F in done if not has_backward else Kind.B in done or {Kind.I, Kind.W} <= done
 
 
 class _Step(NamedTuple):

@@ -142,6 +142,8 @@ class _Holder:
 
     def _make(self, tensor: tuple[bool, int, int], time: float) -> None:
         is_forward, chunk, _ = tensor
+        if not is_forward and not self.plan.gives_gradient(chunk):
+            return
         spec = self.plan.chunks[chunk].output if is_forward else self.plan.chunks[chunk].input
         if spec is not None:
             self.outputs[tensor] = spec_bytes(spec)

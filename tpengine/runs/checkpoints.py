@@ -26,7 +26,7 @@ from tpengine.distributed.process import max_over_ranks
 from tpengine.runs.callbacks import Callbacks
 from tpengine.training.checkpoint_blocks import blocks_of
 from tpengine.training.planned_run import PlannedRun, RunError
-from tpengine.training.state_check import check_finite, check_replicas
+from tpengine.training.state_check import check_finite, check_frozen, check_replicas
 from tpengine.training.train_state import TrainState
 
 # Training waits for storage for no more than these seconds and this share of its time, all in all: a checkpoint that is
@@ -126,6 +126,7 @@ class RunCheckpoints:
         elif self._train.check_replicas_every and num_steps % self._train.check_replicas_every == 0:
             self._state.rank.activity.begin("comparing replicas")
             check_replicas(self._state, num_steps, masters_only=True)
+            check_frozen(self._state, num_steps)
 
     def save_and_say(
         self,
@@ -253,6 +254,7 @@ class RunCheckpoints:
         state.rank.activity.begin("checking what is to be saved")
         check_finite(state)
         check_replicas(state, num_steps)
+        check_frozen(state, num_steps)
         if self._callbacks is not None:
             self._callbacks.before_checkpoint(self._saver.directory.of_step(num_steps), num_steps)
         # Copy it; a thread writes the copy while training goes on.

@@ -24,7 +24,9 @@ from tpengine.checkpoint.resume import Checkpoint, checkpoints_of, find_checkpoi
 from tpengine.config import Config
 from tpengine.distributed.agreement import all_gather_json, broadcast_json
 from tpengine.last_words import one_line
+from tpengine.layout.groups import frozen_of
 from tpengine.training.checkpoint_blocks import restore
+from tpengine.training.next_phase import enter_phase
 from tpengine.training.planned_run import PlannedRun, RunError
 from tpengine.training.train_state import TrainState
 
@@ -132,6 +134,10 @@ def _restored(
         found = _agreed(planned, found, until, refusal)
         if found is None:
             return None
+        # What its last step trained has moments, which a state that freezes it would leave out.
+        part = planned.at(max(found.index.step - 1, 0))
+        if frozen_of(part.config) != frozen_of(state.part.config):
+            enter_phase(state, part)
         try:
             restore(state, found)
         except DamagedCheckpoint as error:

@@ -31,9 +31,8 @@ from torch import Tensor, nn
 from tpengine import journal
 from tpengine.distributed.agreement import all_gather_json, broadcast_json
 from tpengine.files import keep_aside
-from tpengine.layout.parameters import stage_specs
+from tpengine.layout.parameters import hf_name, stage_specs
 from tpengine.observe.activity import Activity
-from tpengine.training.checkpoint_blocks import hf_name
 from tpengine.training.loss_scale import LossScale
 from tpengine.training.planned_run import PlannedRun, RunError
 from tpengine.training.spikes import StepResult

@@ -81,6 +81,7 @@ class Trainer:
             self.state.draw_weights()
         else:
             self.state.clear_padding()
+        self._part = self.state.part
         self.step = TrainStep(self.state, self.planned.rate, self.position, trace)
         if self.step.preloads:
             connect(self.state.part.plan, rank.mesh.at.pp, rank.mesh.pp, link_device(device))
@@ -92,11 +93,13 @@ class Trainer:
             Whether it is another.
         """
         part = self.planned.at(step)
-        if part is self.state.part:
+        if part is self._part and part is self.state.part:
             return False
         self.state.rank.activity.begin("entering the next phase")
         self.close()
-        enter_phase(self.state, part)
+        if part is not self.state.part:
+            enter_phase(self.state, part)
+        self._part = part
         self.step = TrainStep(self.state, self.planned.rate, self.position, self.step.executor.trace)
         return True
 

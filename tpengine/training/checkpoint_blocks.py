@@ -5,6 +5,9 @@
     optimizer.exp_avg_sq.model.layers.0...             moments, in the accumulation dtype or in bfloat16
     optimizer.master.model.layers.0...                 only where the training dtype is narrower than float32
 
+Of frozen parameters there are weights alone. A run that trains them again begins with moments of zeros, and with
+masters that are the weights.
+
 A checkpoint of step 0 has weights alone, in any dtype: `tpengine import` writes it.
 
 No name or shape depends on the layout, so that any layout can read what any other has written.
@@ -23,18 +26,13 @@ from tpengine.checkpoint.load import load
 from tpengine.checkpoint.resume import Checkpoint
 from tpengine.checkpoint.rollbacks import rollback_of
 from tpengine.checkpoint.storage import Blocks, SavedBlock, parts_of
-from tpengine.layout.parameters import EMBEDDING, HEAD, Piece
+from tpengine.layout.parameters import EMBEDDING, Piece, hf_name
 from tpengine.layout.slices import boxes_of
 from tpengine.model.transformer import Transformer
 from tpengine.training.train_state import TrainState
 
 # What the name of a weight's wider copy begins with.
 MASTER = "optimizer.master."
-
-
-def hf_name(name: str) -> str:
-    """Return Hugging Face's name of one of our parameters."""
-    return name if name == HEAD else f"model.{name}"
 
 
 def blocks_of(state: TrainState) -> dict[str, SavedBlock | Blocks]:
@@ -46,15 +44,15 @@ def blocks_of(state: TrainState) -> dict[str, SavedBlock | Blocks]:
 
 
 def masters_of(state: TrainState) -> Iterator[tuple[str, SavedBlock]]:
-    """Yield what the optimizer of this rank updates, as boxes of parameters without padding, by the parameter's name.
+    """Yield what this rank holds, as boxes of parameters without padding, by the parameter's name.
 
-    The tensors are the optimizer's own. After they have been filled, `state.optimizer.round_masters` must be called.
+    The tensors are the optimizer's own, or frozen weights. After they have been filled, `state.optimizer.round_masters`
+    must be called.
     """
-    for name, piece in state.model.pieces.items():
-        if name in state.weights:
-            part = None if state.sliced is None else state.sliced.parts[name].in_tensor
-            for block in _boxes(piece, state.optimizer.masters[name], part, False):
-                yield piece.spec.name, block
+    for name, held in state.held.items():
+        piece = state.model.pieces[name]
+        for block in _boxes(piece, state.optimizer.masters.get(name, held.detach()), state.elements_of(name), False):
+            yield piece.spec.name, block
 
 
 def weights_of_model(model: Transformer) -> Iterator[tuple[str, SavedBlock]]:
@@ -78,13 +76,29 @@ def restore(state: TrainState, checkpoint: Checkpoint) -> int:
         # A damaged checkpoint may have filled them before.
         state.optimizer.clear()
     else:
-        load(checkpoint.directory, checkpoint.index, blocks_of(state))
+        thawed = _thawed(state, checkpoint.index)
+        missing = {hf_name(state.model.pieces[name].spec.name) for name in thawed}
+        blocks = {name: block for name, block in blocks_of(state).items() if _of_weight(name) not in missing}
+        load(checkpoint.directory, checkpoint.index, blocks)
+        for name in thawed:
+            state.begin_anew(name)
     # An old checkpoint has no number of updates: its version could not skip steps.
     state.num_updates = checkpoint.index.state.get("updates", checkpoint.index.step)
     state.loss_scale.restore(checkpoint.index.state.get("loss_scale"))
     state.spikes.restore(checkpoint.index.state.get("spikes"))
     state.rollbacks = tuple(rollback_of(value) for value in checkpoint.index.state.get("rollbacks", []))
     return checkpoint.index.step
+
+
+def _thawed(state: TrainState, index: Index) -> list[str]:
+    """Return the pieces that are trained now, and that the checkpoint has nothing of but weights: they were frozen."""
+    updated = {_of_weight(name) for name in index.tensors} - {""}
+    return [name for name in state.weights if hf_name(state.model.pieces[name].spec.name) not in updated]
+
+
+def _of_weight(name: str) -> str:
+    """Return the weight that a tensor of the optimizer belongs to, by their names in checkpoints; empty for weights."""
+    return name.split(".", 2)[2] if name.startswith("optimizer.") else ""
 
 
 def load_weights(state: TrainState, directory: Path, index: Index) -> None:
@@ -111,14 +125,14 @@ def load_blocks(blocks: Iterable[tuple[str, SavedBlock]], directory: Path, index
 
 def _blocks(state: TrainState) -> Iterator[tuple[str, SavedBlock]]:
     for place, (name, piece) in enumerate(state.model.pieces.items()):
-        if name not in state.weights:
+        if name not in state.held:
             continue
-        part = None if state.sliced is None else state.sliced.parts[name].in_tensor
-        stored = _stores(state, piece, place)
+        part, stored = state.elements_of(name), _stores(state, name, piece, place)
         saved = hf_name(piece.spec.name)
-        for block in _boxes(piece, state.weights[name].detach(), part, stored):
+        for block in _boxes(piece, state.held[name].detach(), part, stored):
             yield saved, block
-        for kind, tensor in state.optimizer.state_of(name).items():
+        # Of frozen weights there is no more.
+        for kind, tensor in state.optimizer.state_of(name).items() if name in state.weights else ():
             for block in _boxes(piece, tensor, part, stored):
                 yield f"optimizer.{kind}.{saved}", block
 
@@ -144,13 +158,13 @@ def _block(piece: Piece, tensor: Tensor, offset: tuple[int, ...], stored: bool) 
     return SavedBlock(tensor[:num_rows], offset, spec.stored_shape, stored and num_rows > 0)
 
 
-def _stores(state: TrainState, piece: Piece, place: int) -> bool:
+def _stores(state: TrainState, name: str, piece: Piece, place: int) -> bool:
     """Return whether this rank stores the block; the ranks that hold the same block take turns by parameter."""
     at, shape = state.rank.mesh.at, state.rank.mesh.shape
     if piece.spec.name == EMBEDDING and not state.model.is_first:  # the tied copy of the last stage
         return False
     num_tp = max(1, piece.num_holders * shape.tp // piece.tp)
-    if state.sliced is not None:  # no other replica holds it
+    if state.is_cut(name):  # no other replica holds it
         return place % num_tp == at.tp % num_tp
     holder = at.dp * num_tp + at.tp % num_tp
     return place % (shape.dp * num_tp) == holder

@@ -1,7 +1,8 @@
 """Bring a run's state into another phase: weights and moments stay.
 
-In exact mode a phase whose micro-batches have another number of tokens may cut the model into another number of shards.
-Then the model is built again at the border, and filled from a copy on the host of what this rank held.
+A phase that freezes other parameters has other buffers. In exact mode one whose micro-batches have another number of
+tokens may cut the model into another number of shards. Then the model is built again at the border, and filled from a
+copy on the host of what this rank held. What is trained from here on begins with moments of zeros.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tpkernels.launch import accumulation_dtype
 
 from tpengine.config import num_blocks
 from tpengine.layout.parameters import Piece
@@ -27,11 +29,12 @@ def enter_phase(state: TrainState, part: PlannedPhase) -> None:
     held = {} if is_cut_alike else _copy_of(state)
     state.model.release()
     state.part = part
-    state.optimizer.use(config.optim, state.updates)
     if not is_cut_alike:
         state.build()
         _fill(state, held)
-    elif config.train.reduction == "exact":
+        return
+    state.optimizer.use(config.optim, state.updates)
+    if config.train.reduction == "exact":
         state.gradients.set_blocks(config.train.num_micro_batches, num_blocks(config) // state.rank.mesh.shape.dp)
 
 
@@ -48,11 +51,11 @@ def _copy_of(state: TrainState) -> _Held:
         offset, size = piece.block
         for kind, like, own in _tensors(state, name):
             whole = own
-            if state.sliced is not None:
+            if state.is_cut(name):
                 bits = torch.int16 if like.itemsize == 2 else torch.int32
                 flat = torch.zeros(piece_numel(piece), dtype=like.dtype, device=state.rank.device)
                 if own is not None:
-                    flat[state.sliced.parts[name].in_tensor] = own.detach()
+                    flat[state.elements_of(name)] = own.detach()
                 # Between replicas, in words that add exactly; 16-bit words are widened, as not every library adds them.
                 words = flat.view(bits).to(torch.int32)
                 if state.rank.mesh.shape.dp > 1:
@@ -73,8 +76,10 @@ def piece_numel(piece: Piece) -> int:
 
 def _tensors(state: TrainState, name: str) -> list[tuple[str, Tensor, Tensor | None]]:
     """Return (kind, a tensor of its dtype, what this rank owns of it or None) of a piece."""
-    gradient_dtype = next(iter(state.gradients.of.values())).dtype if state.gradients.of else torch.float32
     weight = state.model.held[name]
+    gradient_dtype = accumulation_dtype(weight.dtype)
+    if not weight.requires_grad:
+        return [("", weight, state.frozen.get(name))]
     dtypes = {"": weight.dtype, **{kind: kept or gradient_dtype for kind, kept in state.optimizer.state_dtypes.items()}}
     if weight.dtype != gradient_dtype:
         dtypes["master"] = gradient_dtype
@@ -87,14 +92,17 @@ def _tensors(state: TrainState, name: str) -> list[tuple[str, Tensor, Tensor | N
 
 def _fill(state: TrainState, held: _Held) -> None:
     """Fill a model that was built again with what this rank held."""
+    updated = {parameter for kind, parameter in held if kind}
     with torch.no_grad():
         for name, piece in state.model.pieces.items():
-            if name not in state.weights:
+            if name not in state.held:
                 continue
             offset, size = piece.block
-            part = None if state.sliced is None else state.sliced.parts[name].in_tensor
+            part, is_thawed = state.elements_of(name), piece.spec.name not in updated
             for kind, _, own in _tensors(state, name):
                 assert own is not None
+                if kind and is_thawed:
+                    continue
                 source = _region(held[kind, piece.spec.name], offset, size)
                 if part is None:
                     own.copy_(source)
@@ -102,6 +110,8 @@ def _fill(state: TrainState, held: _Held) -> None:
                 for box in boxes_of(size, part):
                     chosen = tuple(slice(f, f + n) for f, n in zip(box.offset, box.size, strict=True))
                     own[box.within].view(box.size).copy_(source[chosen])
+            if name in state.weights and is_thawed:
+                state.begin_anew(name)
 
 
 def _region(blocks: Sequence[tuple[tuple[int, ...], Tensor]], offset: Sequence[int], size: Sequence[int]) -> Tensor:

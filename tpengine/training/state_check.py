@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpengine.distributed.process import link_device, max_over_ranks
-from tpengine.layout.parameters import stage_specs
-from tpengine.training.checkpoint_blocks import hf_name
+from tpengine.layout.groups import frozen_of
+from tpengine.layout.parameters import hf_name, stage_specs
 from tpengine.training.planned_run import RunError
 from tpengine.training.train_state import TrainState
 
@@ -102,6 +102,35 @@ def check_replicas(state: TrainState, num_steps: int, *, masters_only: bool = Fa
     )
 
 
+def note_frozen(state: TrainState) -> None:
+    """Note what the frozen weights are, for check_frozen: before the first step that trains the others."""
+    state.frozen_hashes = {name: bits_hash(weight) for name, weight in state.frozen.items()}
+
+
+def check_frozen(state: TrainState, num_steps: int) -> None:
+    """Check that frozen weights are what they were; collective, and nothing where none are frozen.
+
+    Raises:
+        RunError: on all ranks alike: names the first that is not.
+
+    Cost: one pass over them.
+    """
+    if not frozen_of(state.part.config):
+        return
+    places = _Places(state)
+    moved = [
+        -float(places.of("", name))
+        for name, noted in state.frozen_hashes.items()
+        if int(bits_hash(state.frozen[name])) != int(noted)
+    ]
+    (first,) = max_over_ranks([max(moved, default=-torch.inf)], state.rank.device)
+    if first != -torch.inf:
+        raise RunError(
+            f"frozen weights must stay as they are: after step {num_steps} {places.name(int(-first))} is another one: "
+            "memory has failed, or something has written to it: nothing is saved: --resume from the newest checkpoint"
+        )
+
+
 def _check_what_forward_reads(state: TrainState, num_steps: int) -> None:
     """Check that the weights which forward reads are those that replicas own and update (ZeRO); collective."""
     if state.sliced is None:
@@ -147,7 +176,8 @@ def bits_hash(tensor: Tensor) -> Tensor:
 class _ShardNumbers:
     """Numbers the shards of all ranks' state: by kind, then in the parameter table's order, then by shard.
 
-    Where replicas own slices (ZeRO), each has places of its own: only ranks inside a replica hold the same.
+    Where replicas own slices (ZeRO), each has places of its own for what is cut: only ranks inside a replica hold the
+    same.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -157,13 +187,14 @@ class _ShardNumbers:
         self._each = len(self._names) * self._size
         self._kinds = ("", "master", *state.optimizer.state_dtypes)
         self._of_replica = len(self._kinds) * self._each
-        self._first_place = 0 if state.sliced is None else state.rank.mesh.at.dp * self._of_replica
+        self._is_cut, self._first_place = state.is_cut, state.rank.mesh.at.dp * self._of_replica
         self.num = self._of_replica * (1 if state.sliced is None else state.rank.mesh.shape.dp)
 
     def of(self, kind: str, piece: str) -> int:
         """Return the place of a piece of this rank."""
         spec, holder = self._pieces[piece].spec, self._pieces[piece].holder
-        return self._first_place + self._kinds.index(kind) * self._each + self._first[spec.name] + holder
+        first = self._first_place if self._is_cut(piece) else 0
+        return first + self._kinds.index(kind) * self._each + self._first[spec.name] + holder
 
     def name(self, place: int) -> str:
         """Return the name that the tensor at a place is saved under."""
@@ -174,6 +205,8 @@ class _ShardNumbers:
 
 def _tensors(state: TrainState, masters_only: bool = False) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (kind, piece, tensor) of everything that this rank holds."""
+    for name, weight in state.frozen.items():
+        yield "", name, weight.detach()
     for name, weight in state.weights.items():
         if masters_only:
             master = state.optimizer.masters[name]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from tpkernels.exchange.mailbox import Mailbox
 from tpkernels.launch import accumulation_dtype
 
@@ -24,7 +25,8 @@ from tpengine.distributed.mesh import Communicators, Mesh
 from tpengine.distributed.process import make_deterministic
 from tpengine.layers.column import declare_places
 from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
-from tpengine.layout.parameters import BucketLayout, decays, in_order_of_packing
+from tpengine.layout.groups import frozen_of, updates_of
+from tpengine.layout.parameters import BucketLayout, in_order_of_packing
 from tpengine.layout.slices import BlockCut, BucketCut
 from tpengine.layout.step_plan import Layout, reduced_of, weights_of
 from tpengine.model.exact import Shards
@@ -46,9 +48,9 @@ class Assembled(NamedTuple):
     """A rank's model and what training it needs.
 
     Attributes:
-        model: this rank's chunks, uninitialised.
-        gradients: what the model's layers add to.
-        sliced: its weights, where replicas own slices of them (ZeRO); else None.
+        model: this rank's chunks, uninitialised; frozen parameters ask autograd for no gradient.
+        gradients: what the model's layers add to, of what is trained.
+        sliced: its weights, where replicas own slices of them (ZeRO); else None. At stages 1 and 2 no frozen ones.
     """
 
     model: Transformer
@@ -90,12 +92,14 @@ def _fast(
         device=device,
     )
     model, buckets = _model(config, layout, mesh, parts), layout.buckets_of(mesh.at.pp)
-    cuts = {index: BucketCut(bucket, comms.dp.size) for index, bucket in buckets.items()}
+    members = buckets | layout.frozen_buckets_of(mesh.at.pp)
+    cuts = {index: BucketCut(bucket, comms.dp.size) for index, bucket in members.items()}
     sliced = _sliced(config, layout, model, cuts, comms)
+    trained = _trained(model)
     gradients = fast_step_gradients(
         buckets,
         model.pieces,
-        model.held,
+        trained,
         # Tied ends in one chunk contribute twice per backward pass; in two chunks of a rank, once per chunk's pass.
         tied_ends=config.model.tie_embeddings and len(layout.ranks) == 1,
         comms=comms,
@@ -126,9 +130,10 @@ def _exact(
     model, buckets = _model(config, layout, mesh, parts), layout.buckets_of(mesh.at.pp)
     # A weight lies in the bucket of its number in which its gradient does, behind those that it is packed with.
     members: dict[int, list[str]] = {}
-    bucket_of = buckets_of_pieces(buckets, model.pieces, shards)
+    bucket_of = buckets_of_pieces(buckets | layout.frozen_buckets_of(mesh.at.pp), model.pieces, shards)
     for name in in_order_of_packing(model.pieces):
-        members.setdefault(bucket_of[name], []).append(name)
+        if name in bucket_of:
+            members.setdefault(bucket_of[name], []).append(name)
     blocks = {name: BlockCut.of(name, parameter.numel(), comms.dp.size) for name, parameter in model.held.items()}
     cuts = {
         index: BucketCut(
@@ -139,12 +144,13 @@ def _exact(
         for index, names in members.items()
     }
     sliced = _sliced(config, layout, model, cuts, comms)
+    trained = _trained(model)
     gradients = exact_step_gradients(
         buckets,
-        model.pieces,
-        model.held,
+        {name: model.pieces[name] for name in trained},
+        trained,
         shards,
-        {index: bucket.chunks[0] for index, bucket in layout.buckets.items()},
+        {index: layout.buckets[index].chunks[0] for index in buckets},
         tied_ends=config.model.tie_embeddings and layout.ends_share_a_rank and mesh.at.pp == layout.ranks[0],
         comms=comms,
         num_micro_batches=config.train.num_micro_batches,
@@ -166,13 +172,28 @@ def _sliced(
         return None
     kept = {index for index in cuts if weights_of(config, layout, index) is Weights.UPDATED}
     sliced = WeightBuckets(cuts, model.held, comms.dp, kept)
-    declare_places(model, {model.held[name]: place for name, place in sliced.places.items()})
+    places = {model.held[name]: place for name, place in sliced.places.items()}
+    for name, parameter in model.held.items():
+        if name not in sliced.places:
+            # Frozen, and whole: it lay behind weights that have gone into buckets, and kept their memory.
+            parameter.data = parameter.data.clone()
+            places[parameter] = parameter.data
+    declare_places(model, places)
     return sliced
 
 
 def _model(config: Config, layout: Layout, mesh: Mesh, parts: Parts) -> Transformer:
     recompute = Recompute(config.parallel.recompute)
-    return Transformer(parts, chunks=layout.layers_of(mesh.at.pp), seed=config.train.seed, recompute=recompute)
+    model = Transformer(parts, chunks=layout.layers_of(mesh.at.pp), seed=config.train.seed, recompute=recompute)
+    frozen = frozen_of(config)
+    for name, parameter in model.held.items():
+        parameter.requires_grad_(model.pieces[name].spec.name not in frozen)
+    return model
+
+
+def _trained(model: Transformer) -> dict[str, Parameter]:
+    """Return the parameters that are trained, by piece."""
+    return {name: parameter for name, parameter in model.held.items() if parameter.requires_grad}
 
 
 @dataclass(frozen=True)
@@ -208,6 +229,10 @@ class TrainState:
         halves: contributions to weight gradients, between the halves of a backward pass.
         gradients: what the model's layers add to.
         sliced: the weights where replicas own slices of them (ZeRO), else None.
+        held: what this rank holds between steps, by piece: whole weights, or of those that are cut over replicas (ZeRO)
+            its own elements, one dim; where it owns none they are left out.
+        weights, frozen: those of `held` that the optimizer updates, and those that stay as they are.
+        frozen_hashes: of the bits of `frozen`, by piece, before the first step (state_check.py).
         optimizer: updates `weights`.
         num_updates: number of updates applied, including those before the checkpoint that the run continues.
         loss_scale: of the next step.
@@ -230,16 +255,18 @@ class TrainState:
         self.model, self.gradients, self.sliced = assemble(
             config, self.part.layout, self.rank.mesh, self.rank.comms, self.rank.device, self.halves
         )
+        self.held = self._held()
+        trained = _trained(self.model)
+        self.weights = {name: weight for name, weight in self.held.items() if name in trained}
+        self.frozen = {name: weight for name, weight in self.held.items() if name not in trained}
+        self.frozen_hashes: dict[str, Tensor] = {}
         self.optimizer = self._optimizer()
 
     @property
     def updates(self) -> Updates:
-        """How the optimizer updates each piece: (factor of the learning rate, weight decay)."""
-        config = self.part.config
-        return {
-            name: (1.0, config.optim.weight_decay if decays(config.model, piece.spec) else 0.0)
-            for name, piece in self.model.pieces.items()
-        }
+        """How the optimizer updates each piece that is trained: (factor of the learning rate, weight decay)."""
+        found, pieces = updates_of(self.part.config), self.model.pieces
+        return {name: found[piece.spec.name] for name, piece in pieces.items() if piece.spec.name in found}
 
     def _optimizer(self) -> Optimizer:
         config = self.part.config
@@ -252,10 +279,19 @@ class TrainState:
         places = {name: Place(self.model.pieces[name], firsts.get(name, 0)) for name in self.weights}
         return ElementwiseOptimizer(rule, *given, places, config.train.seed)
 
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """What this rank's optimizer updates, by piece: whole weights, or with ZeRO its own elements, one dim."""
-        return self.model.held if self.sliced is None else self.sliced.of
+    def _held(self) -> dict[str, Tensor]:
+        if self.sliced is None:
+            return dict(self.model.held)
+        whole = {name: weight for name, weight in self.model.held.items() if name not in self.sliced.places}
+        return whole | self.sliced.of
+
+    def is_cut(self, name: str) -> bool:
+        """Return whether replicas own slices of a piece; else each holds all of it."""
+        return self.sliced is not None and name in self.sliced.places
+
+    def elements_of(self, name: str) -> slice | None:
+        """Return which elements of a piece in `held` are this replica's own; None for all."""
+        return self.sliced.parts[name].in_tensor if self.sliced is not None and self.is_cut(name) else None
 
     @property
     def buckets(self) -> GradientBuckets:
@@ -277,6 +313,7 @@ class TrainState:
                 is_first=chunk == 0,
                 is_last=chunk == last,
                 recompute=plan.chunks[chunk].recompute is Recompute.FULL,
+                gives_gradient=plan.gives_gradient(chunk),
             )
             for number, chunk in enumerate(plan.chunks_of(self.rank.mesh.at.pp))
         }
@@ -288,9 +325,9 @@ class TrainState:
 
     def clear_padding(self) -> None:
         """Make the rows zero that no file and no checkpoint has."""
-        for name in self.weights:
+        for name in self.held:
             if self.model.pieces[name].spec.valid_rows is not None:
-                self.optimizer.set(name, torch.zeros((), device=self.rank.device))
+                self._set(name, torch.zeros((), device=self.rank.device))
 
     def restart(self) -> None:
         """Be at step 0, but for the weights."""
@@ -298,9 +335,23 @@ class TrainState:
         self.spikes.restore(None)
         self.optimizer.clear()
 
+    @torch.no_grad()
+    def begin_anew(self, name: str) -> None:
+        """Begin to train a piece that was frozen: its moments are zero, its master is the weight."""
+        self.optimizer.set(name, self.weights[name].detach())
+        for kind, tensor in self.optimizer.state_of(name).items():
+            if kind != "master":
+                tensor.zero_()
+
     def _store(self, name: str, values: Tensor) -> None:
         """Take a piece's initial values: whole, or what this replica owns of them."""
-        if self.sliced is None:
+        if name in self.held:
+            elements = self.elements_of(name)
+            self._set(name, values if elements is None else values.view(-1)[elements])
+
+    @torch.no_grad()
+    def _set(self, name: str, values: Tensor) -> None:
+        if name in self.weights:
             self.optimizer.set(name, values)
-        elif name in self.sliced.parts:
-            self.optimizer.set(name, values.view(-1)[self.sliced.parts[name].in_tensor])
+        else:
+            self.frozen[name].copy_(values)

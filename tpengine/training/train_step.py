@@ -39,6 +39,7 @@ from tpengine.training.gradient_norm import GradientNorm
 from tpengine.training.planned_run import RunError
 from tpengine.training.samples import SamplePosition
 from tpengine.training.spikes import Limits, StepResult
+from tpengine.training.state_check import note_frozen
 from tpengine.training.step_batch import READING, BatchReader, TrainingBatch
 from tpengine.training.train_state import TrainState
 
@@ -220,6 +221,8 @@ class TrainStep:
         """
         state, activity = self.state, self.state.rank.activity
         assert state.part.phase.first_step <= step, "enter the step's phase first"
+        if state.frozen and not state.frozen_hashes:
+            note_frozen(state)
         # Read the batch, and tell all ranks about it.
         activity.step = step
         activity.begin(READING)

@@ -154,7 +154,7 @@ class _Rank:
             demand(not {Kind.B, Kind.I} <= self._kinds(chunk, microbatch), "two backwards")
             demand(Action(Kind.SEND_F, chunk, microbatch) not in self.under_way, "let go of while it is sent")
             self.own.discard(("x", chunk, microbatch))
-            if chunk > 0:
+            if self.plan.gives_gradient(chunk):
                 self.own.add(("dx", chunk, microbatch))
         if action.kind is Kind.W:
             demand((Kind.I, chunk, microbatch) in self.ran, "a weight half before its input half")
@@ -189,7 +189,8 @@ class _Rank:
         demand(found == tensor, f"{receive} holds {found}")
 
     def _is_complete(self, chunk: int) -> bool:
-        return self.contributions[chunk] == Counter(range(self.plan.num_microbatches))
+        has_backward = self.plan.chunks[chunk].has_backward
+        return self.contributions[chunk] == Counter(range(self.plan.num_microbatches if has_backward else 0))
 
     def _start(self, sub: Action, inside: Action | None = None) -> None:
         """Start a gather or reduction, inside a compute action or alone."""

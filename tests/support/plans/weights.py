@@ -45,7 +45,7 @@ class Replica:
             if action.kind is Kind.I:
                 self.pinned[index].add(action.piece)
             self.pinned[index] -= {action.piece} if action.kind is Kind.W else set()
-            if action.kind in (Kind.B, Kind.W):
+            if action.kind in (Kind.B, Kind.W) and bucket.reduced is not Reduced.NEVER:
                 demand(Action(Kind.REDUCE, index=index) not in under_way, "a buffer is filled while it is reduced")
                 demand(bucket.reduced is Reduced.STEP or not self.buffers[index], "a buffer of one has two")
                 self.buffers[index].append(action.piece)
@@ -62,7 +62,9 @@ class Replica:
         demand(bucket.weights is Weights.SLICED, f"{free} of the only copy")
         demand(bucket.index in self.current, f"{free} without weights")
         demand(not self.pinned[bucket.index], f"{free} between I and W")
-        demand(bucket.reduced is Reduced.STEP or not self.buffers[bucket.index], f"{free} before it is reduced")
+        demand(
+            bucket.reduced is not Reduced.MICROBATCH or not self.buffers[bucket.index], f"{free} before it is reduced"
+        )
         self.allocated.remove(bucket.index)
         self.current.remove(bucket.index)
 
@@ -70,6 +72,7 @@ class Replica:
         """Send all that is in a buffer."""
         bucket = self._bucket(reduction)
         demand(self.plan.training, "only in training")
+        demand(bucket.reduced is not Reduced.NEVER, f"{reduction} of frozen weights")
         demand(inside.chunk in bucket.chunks and inside.kind in (Kind.B, Kind.W), f"{reduction} in {inside}")
         if bucket.reduced is Reduced.MICROBATCH:
             demand(self.buffers[bucket.index] == [inside.piece], "not this micro-batch alone")
@@ -91,7 +94,11 @@ class Replica:
         """Check that every contribution has reached its owner once."""
         for index, bucket in self.buckets.items():
             wanted = Counter((chunk, i) for chunk in bucket.chunks for i in range(self.plan.num_microbatches))
-            demand(self.owners[index] == wanted, f"bucket {index} lacks or repeats contributions")
+            frozen = bucket.reduced is Reduced.NEVER
+            demand(
+                self.owners[index] == (Counter() if frozen else wanted),
+                f"bucket {index} lacks or repeats contributions",
+            )
 
     def _bucket(self, action: Action) -> Bucket:
         demand(action.index in self.buckets, f"{action}: a bucket of another rank")

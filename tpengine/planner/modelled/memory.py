@@ -14,7 +14,7 @@ from typing import Any
 
 from tpengine.config import Config, phases_of
 from tpengine.layout.state_bytes import StateBytes, state_bytes
-from tpengine.layout.step_plan import Layout, layout_of, phase_layouts, training_plan
+from tpengine.layout.step_plan import Layout, check_phases, layout_of, phase_layouts, training_plan
 from tpengine.plan import Plan, Residency
 from tpengine.plan.clock import RankTimeline
 from tpengine.planner import Costs, simulate
@@ -164,10 +164,12 @@ def residency_that_fits(config: Config, limit: int, rank: int, device: str) -> R
         The decision, for all phases.
 
     Raises:
-        ValueError: the rank would hold more than there is: how much, where, and the nearest setting that fits.
+        ValueError: the rank would hold more than there is: how much, where, and the nearest setting that fits. Or
+            groups of parameters that the model does not have.
     """
     machine = machine_on(device)
     phases = phases_of(config)
+    check_phases(phases)
     decided = [decided_residency(phase.config, limit, machine) for phase in phases]
     residency = next((one for one in decided if one is Residency.USE), decided[0])
     for phase, layout in zip(phases, phase_layouts(phases, residency, device == "cuda"), strict=True):
