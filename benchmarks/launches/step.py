@@ -35,7 +35,7 @@ from tpengine.data import open_corpus
 from tpengine.distributed.launch import loopback_variables
 from tpengine.plan import Action, Kind
 from tpengine.runs.trainer import Trainer
-from tpengine.training.step_batch import StepBatch
+from tpengine.training.step_batch import MicroBatches, StepBatch
 
 META = torch.device("meta")
 # Whose kernels are counted where a GPU may take torch's, as rows say it.
@@ -193,7 +193,7 @@ def _watch_parts(trainer: Trainer, watch: _Watch) -> None:
 def _batch(config: Config) -> StepBatch:
     tokens = torch.empty(1, config.train.micro_batch_size * config.train.seq_len, dtype=torch.int64, device=META)
     scale, usable = (torch.empty((), dtype=dtype, device=META) for dtype in (torch.float64, torch.bool))
-    return StepBatch(tokens, tokens, scale, usable, torch.empty(1, 1, 1, 3, dtype=torch.int64))
+    return StepBatch(MicroBatches(tokens, tokens), scale, usable, torch.empty(1, 1, 1, 3, dtype=torch.int64))
 
 
 @contextmanager

@@ -39,6 +39,8 @@ PANELS = (
     ("bubble", "bubble, share of the step", 1.0),
     ("peak_memory_bytes", "peak memory, GB", 1e-9),
 )
+# Fields of a run's own metrics; of a mixture's sources, with another /, none is drawn.
+_OWN = ("metric/", "held_out_metric/")
 # A float knows them apart: rows of others are none of a run's.
 _MOST_STEPS = 2**53
 _SIGNS = ("skipped", "overflowed", "left_out")
@@ -146,7 +148,8 @@ def _add(history: History, row: dict[str, Any], number: int) -> None:
         history.events.append((number, sign.replace("_", " ")))
     if "event" not in row:
         history.num_steps = max(history.num_steps, number)
-    for name, _, factor in PANELS:
+    own = ((name, "", 1.0) for name in row if name.startswith(_OWN) and name.count("/") == 1)
+    for name, _, factor in (*PANELS, *own):
         value = row.get(name)
         # An integer of JSON may be larger than any float; NaN is not below.
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
@@ -163,6 +166,14 @@ def _length_of(run_dir: Path) -> int:
     return steps if isinstance(steps, int) else 0
 
 
+def panels_of(histories: Sequence[History]) -> list[tuple[str, str, float]]:
+    """Return the panels of which a run has numbers: those of every run, then each metric of theirs."""
+    found = {name for history in histories for name in history.series}
+    of_all = [panel for panel in PANELS if panel[0] in found]
+    own = sorted((name.partition("/")[2], name) for name in found if name.startswith(_OWN))
+    return of_all + [(name, f"held-out {of}" if name.startswith(_OWN[1]) else of, 1.0) for of, name in own]
+
+
 def table_of(histories: Sequence[History], width: int) -> Table:
     """Return one row per number and run."""
     title = "; ".join(_state(history) for history in histories)
@@ -171,7 +182,7 @@ def table_of(histories: Sequence[History], width: int) -> Table:
     table.add_column("run", overflow="ellipsis", max_width=14)
     table.add_column("last", justify="right")
     table.add_column("over the steps", no_wrap=True)
-    for name, heading, _ in PANELS:
+    for name, heading, _ in panels_of(histories):
         of_panel = [(history, history.series[name]) for history in histories if name in history.series]
         for place, (history, points) in enumerate(of_panel):
             bars = bars_of([value for _, value in points], max(_NARROWEST, width - _BESIDE))
@@ -202,7 +213,7 @@ def _state(history: History) -> str:
 
 def draw_histories(histories: Sequence[History]) -> str:
     """Return a complete SVG document."""
-    panels = [panel for panel in PANELS if any(panel[0] in history.series for history in histories)]
+    panels = panels_of(histories)
     height = _TOP + len(panels) * (_PANEL + _GAP)
     last = max([2, *(history.num_steps for history in histories)])
     parts = [

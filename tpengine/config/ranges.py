@@ -72,6 +72,8 @@ RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType
         "train.keep_checkpoints": (1, 2**20),
         "train.keep_every": (0, 2**40),
         "train.nonfinite_steps": (1, 2**20),
+        "train.label_smoothing": (0, 1),
+        "train.z_loss": (0, None),
         "train.check_replicas_every": (0, 2**40),
         "train.timeout_seconds": (0, None),
         "data.held_out_fraction": (0, 0.9),

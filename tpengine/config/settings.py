@@ -235,6 +235,11 @@ class TrainConfig:
     """Whose attention trains: our kernels (ours), whose bits repeat; torch's (torch), whose gradients may differ from
     run to run, or an error where it does not compute the same; auto takes torch's on GPUs where it is faster. Exact
     mode and deterministic torch take ours."""
+    label_smoothing: float = 0.0
+    """Share of each label's weight that the next-token loss spreads over the vocabulary, held-out loss included."""
+    z_loss: float = 0.0
+    """Weight of the square of each valid token's log-sum-exp of the logits, added to the next-token loss: it keeps
+    logits near 0 (1e-4, say). The held-out loss has it too."""
     eval_micro_batches: int = 16
     """Micro-batches of the held-out loss, over all replicas; 0 for no held-out loss."""
     eval_samples: int = 0

@@ -9,6 +9,7 @@ query_scaling.py   queries that grow with their positions
 width_norm.py      a norm of queries and keys over the heads of all ranks
 torch_attention.py  attention by torch's backends, where they are taken
 vocabulary.py      embedding and loss, cut over the vocabulary
+token_values.py    what a loss may ask of logits that are cut so: log-probabilities, entropy, the whole
 rows.py            what rows are: sequences, packed documents, what follows on a cache of keys and values
 scaled.py          a tensor times a number, of which nothing is kept
 dropout.py         masks that are the same in every layout
@@ -20,7 +21,8 @@ replicated.py      sum what others hold whole, refuse what nothing sums, clip by
 Under torch.autocast layers are as nn.Linear is: products in its dtype, by weights that stay float32 and get float32
 gradients; norms add a residual of another dtype. So are they under activation checkpointing (tpkernels.autocast).
 
-Every layer is exported here. Exact mode, which computes a layer shard by shard, is in model/exact.py.
+Every layer is exported here, and not what token_values.py has. Exact mode, which computes a layer shard by shard, is in
+model/exact.py.
 """
 
 from tpkernels.exchange.communicator import Communicator

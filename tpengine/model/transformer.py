@@ -45,6 +45,7 @@ class Transformer(nn.Module):
         pieces: what this rank holds of each parameter of the table, by the piece's name.
         held: the parameters themselves, by the piece's name.
         position: the micro-batch that comes next, for dropout, and the documents packed into it.
+        keeps_hidden: whether the last chunk keeps what its head is given, for `take_hidden`; False costs nothing.
 
     The weights are uninitialised: call `initialise`.
     """
@@ -62,6 +63,8 @@ class Transformer(nn.Module):
         model = self.model
         self.chunks = tuple(chunks or [(0, model.num_layers)])
         self.position = Position()
+        self.keeps_hidden = False
+        self._hidden: Tensor | None = None
         self.is_first, self.is_last = self.chunks[0][0] == 0, self.chunks[-1][1] == model.num_layers
         vocab = model.padded_vocab_size(parts.table_size)
         architecture = architecture_of(model)
@@ -112,9 +115,17 @@ class Transformer(nn.Module):
             left = computed_again(block, left, rows) if again else hand_on(block, left, rows)
         if last < self.model.num_layers:
             return whole(left)
+        hidden = self._last_norm(left)
+        if self.keeps_hidden:
+            self._hidden = hidden
         # Before the product: no second tensor as large as the logits, and the same bits for powers of two.
-        y: Tensor = self.lm_head(scaled(self._last_norm(left), self.ends.logits_scale))
+        y: Tensor = self.lm_head(scaled(hidden, self.ends.logits_scale))
         return y
+
+    def take_hidden(self) -> Tensor | None:
+        """Return x[T/tp, D] in front of the head in the last pass, and keep it no longer; None if nobody asked."""
+        hidden, self._hidden = self._hidden, None
+        return hidden
 
     def _last_norm(self, x: Tensor | Sum) -> Tensor:
         # A tensor has no other use after this norm, whose pass has no gradient to add.

@@ -82,6 +82,7 @@ def step_record(
     wall_seconds: float | None = None,
     spiked: bool = False,
     stage_waits: Sequence[float] = (),
+    metrics: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return one line of metrics.jsonl.
 
@@ -101,6 +102,7 @@ def step_record(
             has them as spike_loss and spike_grad_norm.
         stage_waits: how long each stage waited for the stages beside it, the longest of its ranks; empty where there is
             no pipeline, or its waits are not known to the host (on a GPU).
+        metrics: the run's own, by name; they are fields metric/NAME.
 
     Returns:
         The fields above, tokens_per_second, model_flops_per_second (attention full), of a pipeline on CPUs `bubble`
@@ -123,6 +125,7 @@ def step_record(
         "skipped": skipped,
         "skipped_steps": skipped_steps,
     }
+    record |= {f"metric/{name}": value for name, value in metrics.items()}
     if spiked:
         record |= {"event": "skip", "spike_loss": record.pop("loss"), "spike_grad_norm": record.pop("grad_norm")}
     if stage_waits:

@@ -26,6 +26,7 @@ from tpengine.runs.callbacks import Callbacks
 from tpengine.runs.checkpoints import RunCheckpoints
 from tpengine.runs.evaluation import ForwardPass, HeldOutLoss, evaluation_pass, held_out_losses, read_prompt, sample
 from tpengine.runs.profiler import Profiler
+from tpengine.training.objective import Objective
 from tpengine.training.planned_run import PlannedPhase, RunError
 from tpengine.training.train_state import TrainState
 
@@ -41,6 +42,7 @@ class Evaluation:
         console: where samples are shown.
         decode: returns what makes text of tokens, or None where they are shown as they are; asked once.
         first_step: of a run that continues: samples of later steps are removed, because it draws them again.
+        objective: what the run minimises, and its metrics; as held_out_losses.
 
     Attributes:
         seconds: how long all evaluations and samples have taken.
@@ -53,7 +55,9 @@ class Evaluation:
         console: Console,
         decode: Callable[[], Callable[[list[int]], str] | None],
         first_step: int = 0,
+        objective: Objective | None = None,
     ) -> None:
+        self._objective = objective
         self._state, self._console, self._find_decode = state, console, decode
         self._path = None if run_dir is None else run_dir / "samples.jsonl"
         self._decode: Callable[[list[int]], str] | None = None
@@ -90,7 +94,7 @@ class Evaluation:
         if self._forward is None or self._forward[0] is not part:
             # Its plan is verified once in a phase.
             self._forward = part, evaluation_pass(self._state)
-        loss = held_out_losses(self._state, self._forward[1])
+        loss = held_out_losses(self._state, self._forward[1], self._objective)
         self.seconds += time.perf_counter() - begin
         return loss
 
@@ -201,6 +205,7 @@ class Pause:
             self.watch.activity.begin("writing what it measured", timed=False)
             found = {"held_out_loss": loss, "evaluation_seconds": evaluation.seconds - before}
             found |= {f"held_out_loss/{name}": of_source for name, of_source in losses.of_source.items()}
+            found |= {f"held_out_metric/{name}": value for name, value in losses.metrics.items()}
             if self.writer is not None:
                 self.writer.complete(num_steps, found)
             self.progress.evaluated(loss)

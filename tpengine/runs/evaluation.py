@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,23 @@ from tpkernels.random import uniform
 from tpengine.config import num_evaluated
 from tpengine.distributed.agreement import all_gather_json, broadcast_json
 from tpengine.distributed.process import to_device
-from tpengine.layers import IGNORED_LABEL, vocab_parallel_cross_entropy
 from tpengine.layers.dropout import Position
 from tpengine.layers.rows import Documents
 from tpengine.layout.step_plan import evaluation_micro_batches, forward_plan
 from tpengine.pipeline.executor import Executor
 from tpengine.pipeline.stage import RankPipeline
 from tpengine.plan import Kind
+from tpengine.training.ahead import StepSamples, read_samples
+from tpengine.training.last_output import LastOutput
+from tpengine.training.objective import Objective, ObjectiveError, resolved
 from tpengine.training.planned_run import RunError
-from tpengine.training.samples import batch_digest
-from tpengine.training.step_batch import documents_of
+from tpengine.training.samples import HeldOut
+from tpengine.training.step_batch import micro_batches_of
 from tpengine.training.train_state import TrainState
 from tpengine.training.train_step import WeightMoves
+
+# In place of the source of a sample that does not count.
+_OF_NONE = -1
 
 
 @dataclass(frozen=True)
@@ -95,10 +101,12 @@ class HeldOutLoss:
     Attributes:
         of_all: of a mixture the mean of its sources' losses, each by its share in training; None if no target is valid.
         of_source: by name, of those sources of a mixture that have a valid target.
+        metrics: by name, as the loss; of a source of a mixture by METRIC/SOURCE. None of one whose count is 0.
     """
 
     of_all: float | None
     of_source: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def evaluation_pass(state: TrainState) -> ForwardPass:
@@ -111,7 +119,9 @@ def held_out_loss(state: TrainState, forward: ForwardPass | None = None) -> floa
     return held_out_losses(state, forward).of_all
 
 
-def held_out_losses(state: TrainState, forward: ForwardPass | None = None) -> HeldOutLoss:
+def held_out_losses(
+    state: TrainState, forward: ForwardPass | None = None, objective: Objective | None = None
+) -> HeldOutLoss:
     """Compute the mean loss over the valid targets of the first held-out samples.
 
     Their number (config.num_evaluated) is of all replicas, which share the micro-batches as evenly as possible. No
@@ -119,74 +129,104 @@ def held_out_losses(state: TrainState, forward: ForwardPass | None = None) -> He
 
     Args:
         forward: the evaluation_pass of this state, in its phase, to verify its plan once for many calls.
+        objective: what the run minimises, and its metrics; default next-token loss. Of samples that do not count, or
+            are of another source, it is given nothing.
 
     Raises:
-        RunError: on all ranks alike: a rank cannot read its samples, or ranks of a replica have read different ones.
+        RunError: on all ranks alike: a rank cannot read its samples, ranks of a replica have read different ones, or
+            loss, count or a metric cannot be used.
     """
+    objective = resolved(objective, state.part.config.train)
     config, mesh, comms, device = state.part.config, state.rank.mesh, state.rank.comms, state.rank.device
-    size = config.train.micro_batch_size
+    size, seq_len = config.train.micro_batch_size, config.train.seq_len
     # Read this replica's samples; those beyond the last one do not count.
     each = evaluation_micro_batches(config)
     first = mesh.at.dp * each * size
-    tokens, labels, starts = _read_held_out(state, first, each * size)
+    samples = _read_held_out(state, first, each * size)
     held_out = state.part.corpus.held_out
     last = min(num_evaluated(config.train), held_out.num_windows)
-    labels[max(last - first, 0) :] = IGNORED_LABEL
-    tokens, labels = (to_device(part.view(each, -1), device) for part in (tokens, labels))
-    # Loss and number of targets of each source of each micro-batch have a place: others add zeros there, which is exact
-    # in any order.
-    sources = held_out.place(np.arange(first, first + each * size))[0].reshape(each, size)
-    sums = torch.zeros(2, len(held_out.names), mesh.shape.dp * each, dtype=torch.float64, device=device)
+    sources = held_out.place(np.arange(first, first + each * size))[0]
+    sources[max(last - first, 0) :] = _OF_NONE
+    # Loss, count, and the same of each metric, have a place for each source of each micro-batch: others add zeros
+    # there, which is exact in any order.
+    num_rows = 2 * (1 + len(objective.metrics))
+    sums = torch.zeros(num_rows, len(held_out.names), mesh.shape.dp * each, dtype=torch.float64, device=device)
+    error = ""
 
-    def add_loss(logits: Tensor, microbatch: int) -> None:
-        place, of_samples = mesh.at.dp * each + microbatch, sources[microbatch]
-        for source in np.unique(of_samples).tolist():
-            is_of = torch.from_numpy(of_samples == source).repeat_interleave(config.train.seq_len)
-            target = labels[microbatch].masked_fill(~to_device(is_of, device), IGNORED_LABEL)
-            loss = vocab_parallel_cross_entropy(logits, target, config.model.vocab_size, comms.tp)
-            sums[0, source, place], sums[1, source, place] = loss, (target != IGNORED_LABEL).sum()
+    def add(logits: Tensor, microbatch: int) -> None:
+        """Add what the samples of each source have."""
+        nonlocal error
+        hidden, place = state.model.take_hidden(), mesh.at.dp * each + microbatch
+        of_samples = sources[microbatch * size : (microbatch + 1) * size]
+        for source in np.setdiff1d(of_samples, [_OF_NONE]).tolist():
+            which = np.flatnonzero(of_samples == source)
+            batch = micro_batches_of(samples.of(microbatch * size + which), seq_len, len(which), device).of(0)
+            rows = None if len(which) == size else _rows_of(which, seq_len, device)
+            documents = seq_len if batch.documents is None else batch.documents
+            output = LastOutput(logits, config.model.vocab_size, comms.tp, documents, hidden, rows)
+            try:
+                count = objective.count_of(batch)
+                found = objective.evaluate(output, batch.to(device), count)
+            except ObjectiveError as problem:
+                error = error or str(problem)
+                return
+            for row, value in enumerate((found.loss, count, *chain.from_iterable(found.metrics))):
+                sums[row, source, place] = value
 
     # Run the model, then sum over replicas and stages.
-    documents = documents_of(starts, config.train.seq_len, size, device)
-    (forward or evaluation_pass(state)).run(tokens, add_loss, documents)
+    whole = micro_batches_of(samples, seq_len, size, device)
+    state.model.keeps_hidden = not objective.is_plain
+    (forward or evaluation_pass(state)).run(to_device(whole.tokens, device), add, whole.documents)
     state.rank.activity.begin("summing the held-out loss")
     comms.dp.all_reduce_(sums)
     comms.pp.all_reduce_(sums)
-    totals, num_valid = [math.fsum(of_source) for of_source in sums[0].tolist()], sums[1].sum(1).tolist()
+    numbers: list[list[list[float]]] = sums.tolist()
     comms.tp.check()
-    means = {place: totals[place] / number for place, number in enumerate(num_valid) if number}
+    if not objective.is_plain and (errors := [of_rank for of_rank in all_gather_json(error) if of_rank]):
+        raise RunError(f"{errors[0]} (in the held-out loss)")
+    loss, of_source = _means(held_out, *numbers[:2])
+    if loss is None and not of_source:
+        return HeldOutLoss(None)
+    metrics: dict[str, float] = {}
+    for place, name in enumerate(objective.metrics, 1):
+        metric, of_sources = _means(held_out, *numbers[2 * place : 2 * place + 2])
+        metrics |= {} if metric is None else {name: metric}
+        metrics |= {f"{name}/{source}": mean for source, mean in of_sources.items()}
+    return HeldOutLoss(loss, of_source, metrics)
+
+
+def _rows_of(samples: NDArray[np.int64], seq_len: int, device: torch.device) -> Tensor:
+    """Return the tokens of some samples of a micro-batch, int64."""
+    return to_device(torch.from_numpy((samples[:, None] * seq_len + np.arange(seq_len)).reshape(-1)), device)
+
+
+def _means(
+    held_out: HeldOut, sums: list[list[float]], counts: list[list[float]]
+) -> tuple[float | None, dict[str, float]]:
+    """Return the mean over all sources and, of a mixture, that of each, from sums and counts [sources, places]."""
+    totals, number = [math.fsum(of_source) for of_source in sums], [math.fsum(of_source) for of_source in counts]
+    means = {place: totals[place] / count for place, count in enumerate(number) if count}
     if len(held_out.names) == 1:
-        return HeldOutLoss(means.get(0))
+        return means.get(0), {}
     # Weigh each source as training does. One of share 0 has its own loss and no part in the whole.
     shares = {place: held_out.shares[place] for place in means if held_out.shares[place]}
     whole = math.fsum(means[place] * share for place, share in shares.items())
     of_source = {held_out.names[place]: mean for place, mean in means.items()}
-    return HeldOutLoss(whole / math.fsum(shares.values()) if shares else None, of_source)
+    return whole / math.fsum(shares.values()) if shares else None, of_source
 
 
-def _read_held_out(state: TrainState, first: int, count: int) -> tuple[Tensor, Tensor, list[NDArray[np.int64]]]:
+def _read_held_out(state: TrainState, first: int, count: int) -> StepSamples:
     """Read samples of the held-out text on the stages that use them, and compare what the ranks of a replica have read.
 
     Args: first, count: first sample of this rank's replica, and their number.
-    Returns: tokens[count, S] and labels[count, S], int64, on the host, zeros where neither is used; where documents
-        begin in each sample, on every stage, if they are packed.
+    Returns: the samples, with tokens and labels that are zeros where neither is used; where documents begin in each
+        sample, on every stage, if they are packed.
     """
     state.rank.activity.begin("reading the held-out text")
     samples, model = state.part.corpus.held_out, state.model
-    tokens = labels = torch.zeros(count, samples.seq_len, dtype=torch.int64)
-    error, digest = "", None
-    starts: list[NDArray[np.int64]] = []
-    try:
-        numbers = np.arange(first, first + count)
-        if model.is_first or model.is_last:
-            of_tokens, of_labels, starts = samples.read_with_starts(numbers)
-            digest = batch_digest(of_tokens, of_labels, starts)
-            tokens, labels = torch.from_numpy(of_tokens), torch.from_numpy(of_labels)
-        elif samples.packs:
-            starts = samples.document_starts(numbers)
-    except ValueError as problem:
-        error = str(problem)
-    everyone = all_gather_json([state.rank.mesh.at.dp, error, digest])
+    found = read_samples(samples, np.arange(first, first + count), model.is_first or model.is_last)
+    digest = None if found.tokens is None else found.digest
+    everyone = all_gather_json([state.rank.mesh.at.dp, found.error, digest])
     failed = [rank for rank, (_, of_rank, _) in enumerate(everyone) if of_rank]
     if failed:
         others = any(of_rank is not None for _, _, of_rank in everyone)
@@ -199,7 +239,10 @@ def _read_held_out(state: TrainState, first: int, count: int) -> tuple[Tensor, T
             f"all ranks of a replica must read the same held-out text: ranks {differing} have read other tokens than "
             "the first of theirs: give every host the same file"
         )
-    return tokens, labels, starts
+    if found.tokens is None:
+        nothing = np.zeros((count, samples.seq_len), dtype=np.int64)
+        found = replace(found, tokens=nothing, labels=nothing)
+    return found
 
 
 def read_prompt(state: TrainState, num_tokens: int) -> list[int]:

@@ -130,6 +130,7 @@ def _set_up(job: Job, watch: Watch) -> _Run:
         draws=draws,
         corpora=job.corpora,
         optimizer=job.optimizer,
+        objective=job.objective,
     )
     state, planned = trainer.state, trainer.planned
     run_dir = Path(broadcast_json(str(job.run_dir and job.run_dir.absolute())))
@@ -149,7 +150,8 @@ def _set_up(job: Job, watch: Watch) -> _Run:
     beginning = job.beginning if checkpoint is None else None
     spikes = SpikeAnswers(trainer, job.run_dir, checkpoints, beginning, job.wings.find_beginning)
     console, first_step = console_for(job.launch.rank), 0 if checkpoint is None else checkpoint.index.step
-    evaluation = Evaluation(state, job.run_dir, console, partial(_decoder, job, console), first_step)
+    decoder = partial(_decoder, job, console)
+    evaluation = Evaluation(state, job.run_dir, console, decoder, first_step, trainer.objective)
     return _Run(job, watch, run_dir, console, callbacks, trainer, checkpoint, checkpoints, skipped, spikes, evaluation)
 
 
@@ -280,6 +282,7 @@ def _record(
         loss_scale=result.loss_scale,
         wall_seconds=wall_seconds,
         stage_waits=waits,
+        metrics=result.metrics,
     )
 
 

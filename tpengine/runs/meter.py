@@ -37,7 +37,7 @@ from tpengine.observe.records import clock_offsets, metered_name
 from tpengine.pipeline.executor import Clock, Handler, HostClock
 from tpengine.plan import Action, Kind
 from tpengine.plan.actions import COMPUTE
-from tpengine.training.step_batch import TrainingBatch
+from tpengine.training.step_loss import TrainingBatch
 from tpengine.training.train_step import TrainStep
 
 # How often the ranks meet to compare clocks. The median is used, so that a delay by an interrupt does not count.

@@ -19,6 +19,7 @@ from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Residency
 from tpengine.training.elementwise import UpdateRule
 from tpengine.training.next_phase import enter_phase
+from tpengine.training.objective import Objective, resolved
 from tpengine.training.planned_run import PlannedRun, planned_run
 from tpengine.training.samples import Corpus, SamplePosition
 from tpengine.training.train_state import RankContext, TrainState
@@ -39,15 +40,18 @@ class Trainer:
         draws: draw the initial weights. Without, they hold anything but in padding, until somebody loads them.
         corpora: the text of each phase (as data.open_corpora opens them); default `corpus` in all of them.
         packs_gradients: as layout_of; default on CUDA.
+        objective: a loss and metrics of your own, the same on all ranks; default next-token loss.
         optimizer: one of the user's own instead of config.optim's, the same on all ranks.
 
     Attributes:
         planned: the run's phases, each with its plan.
         state: what a checkpoint holds, in the current phase.
         step: runs the steps of the current phase; `enter_phase_of` makes another.
+        objective: resolved.
 
     Raises:
-        ValueError: the plan fails verification (a bug of a schedule, named); the optimizer is none.
+        ValueError: the plan fails verification (a bug of a schedule, named); the optimizer is none; an objective does not
+            fit the settings.
         RunError: ranks differ in plan, configuration or text.
 
     The constructor is collective; the default process group must exist. With train.reduction exact it makes torch
@@ -66,8 +70,10 @@ class Trainer:
         corpora: Sequence[Corpus] | None = None,
         packs_gradients: bool | None = None,
         optimizer: UpdateRule | None = None,
+        objective: Objective | None = None,
     ) -> None:
         config = config if optimizer is None else with_rule(config, optimizer)
+        self.objective = resolved(objective, config.train)
         # Plan: who holds what, and the order of actions, in every phase.
         packs = device.type == "cuda" if packs_gradients is None else packs_gradients
         self.planned = planned_run(config, corpus, corpora, residency, packs)
@@ -82,7 +88,7 @@ class Trainer:
         else:
             self.state.clear_padding()
         self._part = self.state.part
-        self.step = TrainStep(self.state, self.planned.rate, self.position, trace)
+        self.step = TrainStep(self.state, self.planned.rate, self.position, trace, self.objective)
         if self.step.preloads:
             connect(self.state.part.plan, rank.mesh.at.pp, rank.mesh.pp, link_device(device))
 
@@ -100,7 +106,8 @@ class Trainer:
         if part is not self.state.part:
             enter_phase(self.state, part)
         self._part = part
-        self.step = TrainStep(self.state, self.planned.rate, self.position, self.step.executor.trace)
+        trace = self.step.executor.trace
+        self.step = TrainStep(self.state, self.planned.rate, self.position, trace, self.objective)
         return True
 
     def close(self) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,17 +35,32 @@ class StepSamples:
     Attributes:
         tokens, labels: int64 [count, S]; None on a rank that needs neither, and with an error.
         starts: where documents begin in each sample; none where sequences are whole.
+        weights: float32 [count, S], of each label; None where the text has none.
+        columns: the text's other columns, by name: [count, S] or [count, S, width], row t that of label t.
         digest: of all of it (batch_digest); 0 without tokens.
-        num_valid: labels that count.
+        count: labels that count, or the sum of their weights.
         error: why it could not be read, in one line; empty if it could.
     """
 
     tokens: NDArray[np.int64] | None = None
     labels: NDArray[np.int64] | None = None
     starts: tuple[Numbers, ...] = ()
+    weights: NDArray[np.float32] | None = None
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     digest: int = 0
-    num_valid: int = 0
+    count: float = 0.0
     error: str = ""
+
+    def of(self, which: Numbers) -> StepSamples:
+        """Return some of the samples, without digest and count."""
+        assert self.tokens is not None and self.labels is not None, "samples that were not read have no parts"
+        return StepSamples(
+            self.tokens[which],
+            self.labels[which],
+            tuple(self.starts[number] for number in which) if self.starts else (),
+            None if self.weights is None else self.weights[which],
+            {name: column[which] for name, column in self.columns.items()},
+        )
 
 
 def read_samples(samples: SampleReader, numbers: Numbers, needs_tokens: bool) -> StepSamples:
@@ -60,7 +76,7 @@ def read_samples(samples: SampleReader, numbers: Numbers, needs_tokens: bool) ->
     except ValueError as problem:
         return StepSamples(error=str(problem))
     digest = batch_digest(tokens, labels, starts)
-    return StepSamples(tokens, labels, tuple(starts), digest, int((labels != IGNORED_LABEL).sum()))
+    return StepSamples(tokens, labels, tuple(starts), digest=digest, count=float((labels != IGNORED_LABEL).sum()))
 
 
 @dataclass

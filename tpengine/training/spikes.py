@@ -24,7 +24,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tpengine.config import SpikeRule
@@ -46,6 +46,7 @@ class StepResult:
         overflowed: whether that was because the loss scale was too large; it has halved since.
         loss_scale: that the step ran with; None where the dtype needs none.
         largest: the largest value over all ranks of each figure that `tell` returns.
+        metrics: of the global step, by name; NaN where what a metric is divided by is 0.
     """
 
     loss: float
@@ -56,6 +57,7 @@ class StepResult:
     overflowed: bool = False
     loss_scale: float | None = None
     largest: tuple[float, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_not_finite(self) -> bool:

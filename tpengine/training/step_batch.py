@@ -2,32 +2,32 @@
 
 A rank reads windows if its stage needs their tokens (the model's first chunk) or their labels (its last); the others
 read nothing. A thread reads them while the steps before compute (ahead.py). Every rank then reports to all
-others whether it read, a digest of its windows, and the number of valid targets. From the reports each rank computes on
-its device whether the batch is usable, and reads that at the end of the step, together with the loss. Until then a rank
-that cannot read its file computes with zeros. No rank applies the update of a batch that is not usable.
+others whether it read, a digest of its windows, and what they add to the number that the loss is divided by: valid
+targets, or a user's own count (objective.py). From the reports each rank computes on its device whether the batch is
+usable, and reads that at the end of the step, together with the loss. Until then a rank that cannot read its file
+computes with zeros. No rank applies the update of a batch that is not usable.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import IGNORED_LABEL, Config
 from tpengine.distributed.mesh import Mesh
 from tpengine.distributed.process import link_device, to_device
-from tpengine.layers import vocab_parallel_cross_entropy
-from tpengine.layers.dropout import Position
 from tpengine.layers.rows import Documents
 from tpengine.training.ahead import ReadAhead, StepSamples
+from tpengine.training.objective import MicroBatch, Objective, ObjectiveError, resolved
 from tpengine.training.samples import SamplePosition, SampleReader, first_sample_index
 
 READING = "reading its text"
@@ -45,12 +45,57 @@ class Report(NamedTuple):
     Attributes:
         status: _UNREADABLE, _NOT_READ (this rank needs none) or _READ.
         digest: digest of the windows (samples.batch_digest).
-        num_valid: number of valid targets.
+        counted: what the loss of its micro-batches is divided by.
     """
 
     status: int = _NOT_READ
     digest: int = 0
-    num_valid: int = 0
+    counted: float = 0.0
+
+    def packed(self) -> Tensor:
+        """Return it as int64 [3]; the count as the bits of a float64."""
+        return torch.cat([torch.tensor(self[:2]), torch.tensor([self.counted], dtype=torch.float64).view(torch.int64)])
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Micro-batches of one replica, all on one device.
+
+    Attributes:
+        tokens, labels: int64 [micro-batches, T]; empty on a stage that needs neither.
+        documents: those of each micro-batch, on every stage; empty where sequences are whole.
+        weights: float32 [micro-batches, T], of labels; None where the text has none.
+        columns: by name, [micro-batches, T] or [micro-batches, T, width].
+        seq: tokens of a sequence.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    documents: tuple[Documents, ...] = ()
+    weights: Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    seq: int = 0
+
+    def of(self, number: int) -> MicroBatch:
+        """Return a micro-batch as a loss is given it."""
+        return MicroBatch(
+            self.tokens[number],
+            self.labels[number],
+            None if self.weights is None else self.weights[number],
+            {name: column[number] for name, column in self.columns.items()},
+            self.documents[number] if self.documents else None,
+            self.seq,
+        )
+
+    def to(self, device: torch.device) -> MicroBatches:
+        """Return them on the device; documents are there."""
+        return replace(
+            self,
+            tokens=to_device(self.tokens, device),
+            labels=to_device(self.labels, device),
+            weights=None if self.weights is None else to_device(self.weights, device),
+            columns={name: to_device(column, device) for name, column in self.columns.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -58,21 +103,21 @@ class StepBatch:
     """The micro-batches of one replica and step, on the device.
 
     Attributes:
-        tokens, labels: int64 [micro-batches, T]; empty on a stage that needs neither.
-        loss_scale: float64 [], 1 / number of valid targets of the global step.
-        usable: bool [], equal on all ranks: all could read, the ranks of each replica read the same, a target is valid.
-        reports: int64 [pp, dp, tp, 3], the reports of all ranks; equal on all ranks.
+        given: the micro-batches.
+        loss_scale: float64 [], 1 / count of the global step, by default the number of its valid targets.
+        usable: bool [], equal on all ranks: all could read, the ranks of each replica read the same and count alike,
+            the count is above 0.
+        reports: int64 [pp, dp, tp, 3], the reports of all ranks (Report.packed); equal on all ranks.
         error: why this rank could not read; empty if it could.
-        documents: those of each micro-batch, on every stage; empty where sequences are whole.
+        counts: of each micro-batch; empty where nothing but their sum is asked for (Objective.is_plain).
     """
 
-    tokens: Tensor
-    labels: Tensor
+    given: MicroBatches
     loss_scale: Tensor
     usable: Tensor
     reports: Tensor
     error: str = ""
-    documents: tuple[Documents, ...] = ()
+    counts: tuple[float, ...] = ()
 
     def refusal(self, step: int, errors: Sequence[str]) -> str:
         """Return why the batch is not usable, in one line, equal on all ranks; waits for the device.
@@ -81,7 +126,7 @@ class StepBatch:
             step: 0-based.
             errors: every rank's `error`, by rank.
         """
-        status, digests, num_valid = self.reports.cpu().unbind(-1)
+        status, digests, counts = _unpacked(self.reports.cpu())
         ranks = torch.arange(status.numel()).view_as(status)
         failed = [rank for rank, error in enumerate(errors) if error]
         if failed:
@@ -96,58 +141,43 @@ class StepBatch:
                     f"the ranks of a replica must read the same tokens: in step {step + 1} ranks {others} read others "
                     f"than rank {int(members[0])}: give all nodes the same --data.path, and check their disks"
                 )
-        assert not num_valid.any() and (status != _UNREADABLE).all(), "a batch is refused, and nothing is wrong with it"
+            of_members = counts[:, replica][reads]
+            others = members[of_members != of_members[0]].tolist()
+            if others:
+                return (
+                    f"the ranks of a replica must count alike: in step {step + 1} rank {int(members[0])} counts "
+                    f"{float(of_members[0]):g}, ranks {others} do not: let the loss's count follow from its batch alone"
+                )
+        assert not counts.any() and (status != _UNREADABLE).all(), "a batch is refused, and nothing is wrong with it"
+        if self.counts:
+            return f"a step's count must be above 0: that of step {step + 1} is 0: change the data, or what is counted"
         return (
             f"a step needs at least one valid target: all labels of step {step + 1} are ignored: "
             "change --data.ignore-token"
         )
 
 
-class TrainingBatch:
-    """The micro-batches of the current step, as the stages see them (pipeline.stage.Batch).
+def _unpacked(reports: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return status, digests and counts of reports [..., 3]."""
+    status, digests, bits = reports.unbind(-1)
+    return status, digests, bits.view(torch.float64)
 
-    Args:
-        config: validated.
-        mesh: places of the ranks.
-        tp: the ranks that share a row of logits.
-        position: set to the micro-batch that comes next, for dropout.
-        device: where this rank computes.
 
-    Attributes:
-        step: what was read for the current step.
-        losses: float64 [dp * micro-batches], the current step's loss sums of all replicas' micro-batches: those of this
-            replica have values, the others are zero.
-        scale: what the losses that backward starts from are multiplied by besides (training/loss_scale.py: LossScale).
-    """
+def micro_batches_of(samples: StepSamples, seq_len: int, micro_batch_size: int, device: torch.device) -> MicroBatches:
+    """Return samples as micro-batches on the host, with the documents of each on the device."""
+    assert samples.tokens is not None and samples.labels is not None, "samples that were not read are no batch"
 
-    step: StepBatch
-    scale = 1.0
+    def cut(values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(values).view(-1, micro_batch_size * seq_len, *values.shape[2:])
 
-    def __init__(self, config: Config, mesh: Mesh, tp: Communicator, position: Position, device: torch.device) -> None:
-        self._vocab_size, self._tp, self._position = config.model.vocab_size, tp, position
-        num_micro_batches = config.train.num_micro_batches
-        self._first_number = mesh.at.dp * num_micro_batches
-        # One place per micro-batch of all replicas: a sum over ranks only adds zeros to it, exact in any order.
-        self.losses = torch.zeros(mesh.shape.dp * num_micro_batches, dtype=torch.float64, device=device)
-
-    def number_of(self, microbatch: int) -> int:
-        """Return the number, counted over all replicas, of a micro-batch of this replica."""
-        return self._first_number + microbatch
-
-    def begin(self, microbatch: int) -> None:
-        """See Batch."""
-        self._position.microbatch = self.number_of(microbatch)
-        self._position.documents = self.step.documents[microbatch] if self.step.documents else None
-
-    def tokens(self, microbatch: int) -> Tensor:
-        """See Batch."""
-        return self.step.tokens[microbatch]
-
-    def loss(self, y: Tensor, microbatch: int) -> Tensor:
-        """Return the loss of logits y, summed over valid targets, times 1 / all valid targets and the loss scale."""
-        loss = vocab_parallel_cross_entropy(y, self.step.labels[microbatch], self._vocab_size, self._tp)
-        self.losses[self.number_of(microbatch)] = loss.detach()
-        return loss * (self.step.loss_scale * self.scale).to(loss.dtype)
+    return MicroBatches(
+        cut(samples.tokens),
+        cut(samples.labels),
+        documents_of(samples.starts, seq_len, micro_batch_size, device),
+        None if samples.weights is None else cut(samples.weights),
+        {name: cut(column) for name, column in samples.columns.items()},
+        seq_len,
+    )
 
 
 def documents_of(
@@ -179,6 +209,7 @@ class BatchReader:
         device: where this rank computes.
         position: step -> where the run is in the samples before it; default after equal steps, nothing left out.
         end_step: nothing is read ahead for this step and later ones; None for no end.
+        objective: counts what a loss is divided by; default as a run without its own.
 
     Attributes:
         needs_samples: whether this rank needs any.
@@ -196,7 +227,9 @@ class BatchReader:
         device: torch.device,
         position: Callable[[int], SamplePosition] | None = None,
         end_step: int | None = None,
+        objective: Objective | None = None,
     ) -> None:
+        self._objective = resolved(objective, config.train)
         self._train, self._mesh, self._ends, self._device = config.train, mesh, ends, device
         self._position, self._end_step = position or self._after_equal_steps, end_step
         self._reads = mesh.at.pp in ends
@@ -237,23 +270,29 @@ class BatchReader:
             self.wait(step)
         assert self._taken is not None
         (_, found), self._taken = self._taken, None
-        tokens = labels = torch.empty(0, dtype=torch.int64)
-        mine = Report(_UNREADABLE) if found.error else Report()
-        if found.tokens is not None and found.labels is not None:
-            mine = Report(_READ, found.digest, found.num_valid)
-            tokens, labels = (
-                torch.from_numpy(array).view(train.num_micro_batches, -1) for array in (found.tokens, found.labels)
-            )
-        elif self._reads:
-            # Go on with zeros and ignored labels.
-            tokens = torch.zeros(train.num_micro_batches, train.micro_batch_size * train.seq_len, dtype=torch.int64)
-            labels = torch.full_like(tokens, IGNORED_LABEL)
-        documents = documents_of(found.starts, train.seq_len, train.micro_batch_size, self._device)
+        size, seq_len = train.micro_batch_size, train.seq_len
+        error = found.error
+        counts: tuple[float, ...] = ()
+        mine = Report(_UNREADABLE) if error else Report()
+        if found.tokens is not None:
+            mine = Report(_READ, found.digest, found.count)
+            given = micro_batches_of(found, seq_len, size, self._device)
+        else:
+            # A rank that cannot read goes on with zeros and ignored labels; one that needs none has none.
+            tokens = torch.zeros(train.num_micro_batches if self._reads else 0, size * seq_len, dtype=torch.int64)
+            documents = documents_of(found.starts, seq_len, size, self._device)
+            given = MicroBatches(tokens, torch.full_like(tokens, IGNORED_LABEL), documents, seq=seq_len)
+        # What the loss is divided by, if it is the user's to say.
+        if mine.status == _READ and not self._objective.is_plain:
+            try:
+                counts = tuple(self._objective.count_of(given.of(number)) for number in range(train.num_micro_batches))
+                mine = mine._replace(counted=math.fsum(counts))
+            except ObjectiveError as problem:
+                error, mine = str(problem), Report(_UNREADABLE)
         # Report to all ranks; each computes the same scale and verdict from all reports.
         reports = self._gathered(mine)
         scale, usable = self._judged(reports)
-        tokens, labels = to_device(tokens, self._device), to_device(labels, self._device)
-        return StepBatch(tokens, labels, scale, usable, reports, found.error, documents)
+        return StepBatch(given.to(self._device), scale, usable, reports, error, counts)
 
     def close(self) -> None:
         """End the thread that reads ahead."""
@@ -284,7 +323,7 @@ class BatchReader:
     def _gathered(self, mine: Report) -> Tensor:
         """Return all ranks' reports [pp, dp, tp, 3] on the device."""
         shape = self._mesh.shape
-        report = torch.tensor(mine, dtype=torch.int64)
+        report = mine.packed()
         everyone = report[None]
         if shape.world_size > 1:
             report = to_device(report, link_device(self._device))
@@ -294,11 +333,17 @@ class BatchReader:
 
     def _judged(self, reports: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss scale, and whether the batch is usable."""
-        status, digests, num_valid = reports.unbind(-1)
+        status, digests, counts = _unpacked(reports)
         # The ranks of a replica read the same labels: count those of one rank of its last stage.
-        total = num_valid[self._ends[1], :, 0].sum()
-        reads = status == _READ
-        largest = digests.masked_fill(~reads, _LEAST).amax((0, 2))
-        smallest = digests.masked_fill(~reads, _MOST).amin((0, 2))
-        usable = (status != _UNREADABLE).all() & (largest == smallest).all() & (total > 0)
-        return 1.0 / total.clamp_min(1).double(), usable
+        total = counts[self._ends[1], :, 0].sum()
+        usable = (status != _UNREADABLE).all() & _alike(digests, status == _READ) & (total > 0)
+        if self._objective.count is not None:
+            usable = usable & _alike(counts.view(torch.int64), status == _READ)
+        return 1.0 / torch.where(total > 0, total, 1.0), usable
+
+
+def _alike(numbers: Tensor, reads: Tensor) -> Tensor:
+    """Return whether the ranks of each replica that read have the same number; both int64 and bool [pp, dp, tp]."""
+    largest = numbers.masked_fill(~reads, _LEAST).amax((0, 2))
+    smallest = numbers.masked_fill(~reads, _MOST).amin((0, 2))
+    return (largest == smallest).all()

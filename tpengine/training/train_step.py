@@ -36,11 +36,13 @@ from tpengine.plan import Action, Kind
 from tpengine.plan.actions import COMPUTE
 from tpengine.training.clipping import clip_
 from tpengine.training.gradient_norm import GradientNorm
+from tpengine.training.objective import Objective, resolved
 from tpengine.training.planned_run import RunError
 from tpengine.training.samples import SamplePosition
 from tpengine.training.spikes import Limits, StepResult
 from tpengine.training.state_check import note_frozen
-from tpengine.training.step_batch import READING, BatchReader, TrainingBatch
+from tpengine.training.step_batch import READING, BatchReader
+from tpengine.training.step_loss import TrainingBatch
 from tpengine.training.train_state import TrainState
 
 
@@ -141,6 +143,7 @@ class TrainStep:
         rate: returns the learning rate of a step.
         position: returns where the run is in its samples before a step.
         trace: records what the executor runs; None records nothing.
+        objective: resolved; default that of a run without its own.
 
     Attributes:
         state: as given.
@@ -163,14 +166,18 @@ class TrainStep:
         rate: Callable[[int], float],
         position: Callable[[int], SamplePosition],
         trace: Trace | None = None,
+        objective: Objective | None = None,
     ) -> None:
         self.state, self._rate, self._lr = state, rate, 0.0
         part, rank, model = state.part, state.rank, state.model
         config, device, at = part.config, rank.device, rank.mesh.at.pp
         # The batch: read on the stages that use it.
         ends = part.layout.ranks[0], part.layout.ranks[-1]
-        self.reader = BatchReader(config, part.corpus.train, rank.mesh, ends, device, position, part.phase.end_step)
-        self.batch = TrainingBatch(config, rank.mesh, rank.comms.tp, model.position, device)
+        objective = resolved(objective, config.train)
+        self.reader = BatchReader(
+            config, part.corpus.train, rank.mesh, ends, device, position, part.phase.end_step, objective
+        )
+        self.batch = TrainingBatch(config, rank.mesh, rank.comms.tp, model, device, objective)
         # The plan: stages, transfers, gathered weights, and who runs them.
         self.stages = state.stages(self.batch)
         self.pipeline = RankPipeline(
@@ -194,6 +201,7 @@ class TrainStep:
         self.squares = torch.zeros(self.norm.num_places, dtype=torch.float64, device=device)
         self.limits = Limits()
         self._probe: Probe | None = None
+        self._metric_names, self._metrics = tuple(objective.metrics), torch.zeros(0, dtype=torch.float64, device=device)
         self._judged = torch.zeros(len(Judged), dtype=torch.float64, device=device)
 
     def close(self) -> None:
@@ -289,7 +297,7 @@ class TrainStep:
             model.position.training = False
 
     def _begin(self) -> None:
-        self.batch.losses.zero_()
+        self.batch.clear()
         self.state.gradients.begin()
 
     def _preload(self) -> None:
@@ -377,14 +385,18 @@ class TrainStep:
         self.state.gradients.finish()
         # Sum the squares. The loss takes the last place: one sum brings both, and every stage sees a loss that is NaN.
         figures = self.norm.own()
+        num = len(self._metric_names)
+        if num:
+            figures = torch.cat([figures.new_zeros(num), figures])
         if self.state.model.is_last:
-            loss = self.state.rank.comms.dp.all_reduce_(self.batch.losses).sum() * self.batch.step.loss_scale
+            loss, metrics = self.batch.sum_over_replicas(self.state.rank.comms.dp)
             if self.state.rank.mesh.at.tp == 0 and (self.state.sliced is None or self.state.rank.mesh.at.dp == 0):
-                figures[-1] = loss
+                figures[:num], figures[-1] = metrics, loss
         self.state.rank.comms.tp.all_reduce_(figures)
         self.state.rank.comms.pp.all_reduce_(figures)
         if self.state.sliced is not None:
             self.state.rank.comms.dp.all_reduce_(figures)
+        self._metrics, figures = figures[:num], figures[num:]
         # Norm, the decision to skip, and the scaling of the gradients.
         self.squares, clip_norm = self.norm.squares(figures[:-1]), self.state.part.config.optim.clip_norm
         # A finite norm means finite second moments: the norm contains the square of the largest element.
@@ -411,13 +423,18 @@ class TrainStep:
         # One wait for the device, together with the maximum over all ranks.
         skip = self._judged[Judged.SKIP :][:1]
         told = torch.tensor(list(tell()) if tell is not None else [], dtype=torch.float64)
-        shared = torch.cat([skip, -skip, to_device(told, self.state.rank.device)])
-        found, (some_skip, all_skip, *largest) = read_with_largest(self._judged, shared)
-        loss, norm, skipped, spiked, usable, _ = found
+        shared = torch.cat([skip, -skip, self.batch.compared(), to_device(told, self.state.rank.device)])
+        own = torch.cat([self._judged, self._metrics]) if self._metric_names else self._judged
+        found, (some_skip, all_skip, *largest) = read_with_largest(own, shared)
+        (loss, norm, skipped, spiked, usable, _), metrics = found[: len(Judged)], found[len(Judged) :]
+        compared, largest = largest[: self.batch.num_compared], largest[self.batch.num_compared :]
         # The device is done: raise if one of its kernels gave up waiting for a peer.
         self.state.rank.comms.tp.check()
         if not usable:
             raise RunError(self.batch.step.refusal(step, all_gather_json(self.batch.step.error)))
+        if compared and (problem := self.batch.problem(compared)):
+            errors = [error for error in all_gather_json(self.batch.error) if error]
+            raise RunError(f"{errors[0] if errors else problem} (in step {step + 1})")
         if some_skip != -all_skip:
             raise RunError(
                 f"all ranks must agree whether a step is applied: in step {step + 1} rank {dist.get_rank()} has loss "
@@ -427,7 +444,8 @@ class TrainStep:
         # A loss that is not finite itself was computed without the scale.
         overflowed = bool(skipped) and not spiked and math.isfinite(loss) and self.state.loss_scale.can_fall
         scale = self.batch.scale if self.state.part.config.train.dtype == "float16" else None
-        return StepResult(loss, norm, self._lr, bool(skipped), bool(spiked), overflowed, scale, tuple(largest))
+        named = dict(zip(self._metric_names, metrics, strict=True))
+        return StepResult(loss, norm, self._lr, bool(skipped), bool(spiked), overflowed, scale, tuple(largest), named)
 
     def _count(self, step: int, result: StepResult) -> None:
         state = self.state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from tpengine.data import open_corpus
 from tpengine.runs.trainer import Trainer
 
 STEPS = 3
-Outcome = tuple[list[tuple[float, float]], dict[str, tuple[tuple[int, ...], torch.Tensor]]]
+Outcome = tuple[Sequence[tuple[float, ...]], dict[str, tuple[tuple[int, ...], torch.Tensor]]]
 
 
 def config_of(

@@ -52,7 +52,7 @@ from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.norm import Norm
 from tpengine.runs.evaluation import held_out_loss, sample
 from tpengine.runs.trainer import Trainer
-from tpengine.training.step_batch import TrainingBatch
+from tpengine.training.step_loss import TrainingBatch
 
 OneProcess = Callable[[Config], Bits]
 # What the default run trains.
@@ -365,7 +365,7 @@ def local_dropout(patch: pytest.MonkeyPatch) -> None:
     """Each replica drops by its own count of micro-batches."""
 
     def begin(self: TrainingBatch, microbatch: int) -> None:
-        self._position.microbatch = microbatch
+        self._model.position.microbatch = microbatch
 
     patch.setattr(TrainingBatch, "begin", begin)
 

@@ -59,7 +59,7 @@ def test_what_is_taken_is_what_was_asked_for_whatever_was_read_ahead(tmp_path: P
         assert found.tokens is not None and found.labels is not None
         assert np.array_equal(found.tokens, tokens) and np.array_equal(found.labels, labels)
         assert found.digest == batch_digest(tokens, labels)
-        assert found.num_valid == int((labels != IGNORED_LABEL).sum())
+        assert found.count == int((labels != IGNORED_LABEL).sum())
         for coming in range(step + 1 + ahead.num_asked, step + 3):
             ahead.ask(SamplePosition(0, 8 * coming, left_out).samples(0, 8))
     ahead.close()
@@ -102,7 +102,7 @@ def test_an_error_is_that_of_the_samples_and_names_the_file(tmp_path: Path) -> N
     os.truncate(path, 40)
     ahead.ask(np.arange(4, 8))
     found = ahead.take(np.arange(4, 8))
-    assert found.tokens is None and found.num_valid == 0
+    assert found.tokens is None and found.count == 0
     assert found.error.startswith(f"a token file must not be cut short while it is read: {path} has 40 bytes now")
     assert "\n" not in found.error
 
@@ -132,7 +132,7 @@ def test_the_thread_ends_when_it_is_told_and_when_nobody_holds_it(tmp_path: Path
     assert not thread.is_alive()
     assert not set(threads()) - others
     # It may be asked again.
-    assert ahead.take(np.arange(4, 8)).num_valid
+    assert ahead.take(np.arange(4, 8)).count
     (thread,) = set(threads()) - others
     del ahead
     gc.collect()

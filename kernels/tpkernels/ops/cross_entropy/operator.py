@@ -201,6 +201,8 @@ def gradient_of_(
     vocab_size: int,
     first_column: int,
     num_columns: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> None:
     """Run gradient_op_; for the backward of a Function, without checks."""
     if as_operator(logits):
@@ -209,7 +211,8 @@ def gradient_of_(
         write = launch_cross_entropy_gradient_ if by_triton(logits) else _gradient_on_host_
         # Autograd does not notice what a kernel writes.
         torch.autograd.graph.increment_version(logits)
-    write(logits, labels, max_logit, exp_sum, slopes, vocab_size, first_column, num_columns, 0.0, 0.0)
+    sizes = vocab_size, first_column, num_columns
+    write(logits, labels, max_logit, exp_sum, slopes, *sizes, label_smoothing, z_loss)
 
 
 @torch.library.custom_op("tpkernels::cross_entropy", mutates_args=())
