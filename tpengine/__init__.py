@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         ParameterGroup,
         TrainConfig,
     )
-    from tpengine.data import write_tokens
+    from tpengine.data import Column, TokenWriter, write_column, write_tokens
     from tpengine.layers import (
         IGNORED_LABEL,
         Attention,
@@ -69,6 +69,9 @@ _HOME = {
     "ParallelConfig": "config",
     "ParameterGroup": "config",
     "TrainConfig": "config",
+    "Column": "data",
+    "TokenWriter": "data",
+    "write_column": "data",
     "write_tokens": "data",
     "DataParallel": "modules",
     "ShardedOptimizer": "modules",
@@ -117,6 +120,7 @@ __all__ = [
     "SCHEDULES",
     "Attention",
     "Callback",
+    "Column",
     "ColumnParallelLinear",
     "Communicator",
     "Config",
@@ -147,6 +151,7 @@ __all__ = [
     "Scores",
     "ShardedOptimizer",
     "SwiGLU",
+    "TokenWriter",
     "TrainConfig",
     "UpdateRule",
     "VocabParallelEmbedding",
@@ -160,6 +165,7 @@ __all__ = [
     "sharded",
     "summed",
     "vocab_parallel_cross_entropy",
+    "write_column",
     "write_tokens",
 ]
 

@@ -133,6 +133,12 @@ def _commands() -> dict[str, _Command]:
             "continue prompts by a model's tokens",
             options.GENERATE_DESCRIPTION,
         ),
+        "logprobs": _Command(
+            options.add_logprobs_arguments,
+            options.run_logprobs,
+            "write how likely a model finds each token of token files, as a column beside them",
+            options.LOGPROBS_DESCRIPTION,
+        ),
         "checkpoint": _Command(
             checkpoint.add_arguments,
             checkpoint.run_checkpoint,

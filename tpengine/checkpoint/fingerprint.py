@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 _PATHS, _SOURCES = "paths", "sources of the mixture"
@@ -24,17 +25,19 @@ class TextChange(NamedTuple):
     now: str | None
 
 
-def of_files(lines: Mapping[str, str], fit: str = "") -> str:
+def of_files(lines: Mapping[str, str], fit: str = "", columns: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return the fingerprint of a text of several files.
 
     Args:
         lines: what each is, by its path, in order. Their names do not count.
         fit: what the index of their fitted samples is; empty for none.
+        columns: what each column that is read with their tokens is, by its name.
     """
     return json.dumps(
         {
             **{f"file {number}": line for number, line in enumerate(lines.values(), 1)},
             **({"fit index": fit} if fit else {}),
+            **{f"column {name}": line for name, line in columns.items()},
             _PATHS: {f"file {number}": path for number, path in enumerate(lines, 1)},
         }
     )

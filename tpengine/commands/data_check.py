@@ -15,6 +15,7 @@ from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from tpengine.config.settings import DEFAULT_SHARE_HELD_OUT
 from tpengine.data import open_source
+from tpengine.data.columns import column_path, columns_beside, open_column
 from tpengine.data.content import content_sha256
 from tpengine.data.fit_index import FitIndex, fit_command, identity_of, index_path, indices_of, made_of, open_index
 from tpengine.data.fitting import is_fitted, write_index
@@ -118,6 +119,22 @@ def _faults(file: SourceFile, tokenizer: TextTokenizer | None, console: SafeCons
                 continue
             who = "the tokenizer declares" if name in declared else "its header says"
             console.print(f"warning: {file.path}: no document {name}s with {mark}, which {who} for that")
+    return faults + _faults_of_columns(file, console)
+
+
+def _faults_of_columns(file: SourceFile, console: SafeConsole) -> list[str]:
+    """Read the columns beside a file, and those that it was written with; say what they are; return what is wrong."""
+    faults = []
+    for name in sorted({*columns_beside(file.path), *file.tokens.written_with}):
+        try:
+            column, values, sha256 = open_column(file, name)
+            if content_sha256(values) != sha256:
+                raise ValueError(f"values of {name} have SHA-256 other than the header of {name} says")
+        except ValueError as error:
+            faults.append(str(error))
+            continue
+        what = f"{len(values):,} x {column.width} {column.dtype}"
+        console.print(f"{column_path(file.path, name)}: {what}, SHA-256 right")
     return faults
 
 

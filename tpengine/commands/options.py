@@ -1,4 +1,4 @@
-"""What the slow commands understand: data, import and export, generate, certify.
+"""What the slow commands understand: data, import and export, generate, logprobs, certify.
 
 Each command's own file is imported when it runs, once its options are known to be right: torch and numpy take longer to
 import than `--help` to print.
@@ -26,6 +26,11 @@ GENERATE_DESCRIPTION = (
     "Continue prompts by a model's tokens, printed as they come; the speed is said on standard error. Processes are "
     "started here, on this host. A prompt is text where the model has a tokenizer or is one of bytes, else numbers. "
     "Several prompts are continued together, and printed when all are done."
+)
+LOGPROBS_DESCRIPTION = (
+    "Compute the log-probability of each token under a model, given those before it in its document, and write them as "
+    "a column beside the token files (what DPO calls reference log-probabilities). Documents are cut as --data.packing "
+    "fit cuts them. Processes are started here, on this host, tp x pp x dp of them."
 )
 CERTIFY_DESCRIPTION = (
     "Train a small model with dropout, clipping and ignored labels in two layouts, on the CPU, in "
@@ -236,6 +241,41 @@ def run_generate(args: argparse.Namespace) -> None:
     )
     with stoppable():
         generate(options)
+
+
+def add_logprobs_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `tpengine logprobs` understands."""
+    parser.add_argument("model", metavar="MODEL", help="RUN or RUN@STEP, or a directory that transformers loads")
+    parser.add_argument("data", metavar="DATA", help="token files, as --data.path names them")
+    parser.add_argument("--out", required=True, metavar="COLUMN", help="name of the new column, such as ref_logprobs")
+    for axis, what in (("tp", "ranks that share every matrix"), ("pp", "pipeline stages"), ("dp", "replicas")):
+        parser.add_argument(f"--{axis}", type=count, default=1, help=f"{what} (default 1)")
+    parser.add_argument(
+        "--seq-len", type=count, default=0, help="tokens of a sequence (default that of the run, or 2048)"
+    )
+    parser.add_argument("--dtype", type=dtype, help="float32, bfloat16, float16 or float64 (default the weights')")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default auto)")
+    add_trust_arguments(parser)
+
+
+def run_logprobs(args: argparse.Namespace) -> None:
+    """Write the log-probabilities of all tokens of a text, as a column beside it."""
+    from tpengine.commands.logprobs import Options, write_logprobs
+
+    options = Options(
+        model=args.model,
+        data=args.data,
+        out=args.out,
+        tp=args.tp,
+        pp=args.pp,
+        dp=args.dp,
+        seq_len=args.seq_len,
+        dtype=args.dtype or "",
+        device=args.device,
+        architecture=args.architecture,
+    )
+    with stoppable():
+        write_logprobs(options)
 
 
 def add_certify_arguments(parser: argparse.ArgumentParser) -> None:

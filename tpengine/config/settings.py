@@ -301,6 +301,9 @@ class DataConfig:
     as documents, but none of at most seq_len tokens is cut, for some padding (first: `tpengine data --fit`)."""
     ignore_token: int | None = None
     """Targets equal to this token are not counted in the loss (padding, say)."""
+    columns: str = ""
+    """Columns beside the tokens that a loss of your own is given, with commas between; every text must have them. The
+    column `weights` is read wherever a text has it, and multiplies each target's loss: "no-weights" leaves it out."""
 
     @property
     def held_out_share(self) -> float:

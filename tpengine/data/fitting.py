@@ -137,7 +137,7 @@ def write_index(
         file.write(bytes(HEADER.size))
         for begin, end in ((0, num_train), (num_train, num_tokens)):
             num_pieces = num_samples = 0
-            for of_window, lengths in _windows(starts, begin, end, seq_len):
+            for of_window, lengths in documents_in(starts, begin, end, seq_len):
                 pieces, ends = _fitted(of_window - begin, lengths, seq_len)
                 digest.update(pieces.data)
                 file.write(pieces.data)
@@ -176,7 +176,7 @@ def is_fitted(index: FitIndex, starts: Starts) -> bool:
     begin = 0
     for part in (index.train, index.held_out):
         num_pieces = num_samples = 0
-        for of_window, lengths in _windows(starts, begin, begin + part.num_tokens, index.seq_len):
+        for of_window, lengths in documents_in(starts, begin, begin + part.num_tokens, index.seq_len):
             pieces, ends = _fitted(of_window - begin, lengths, index.seq_len)
             of_pieces = slice(num_pieces, num_pieces + len(pieces))
             of_samples = slice(num_samples, num_samples + len(ends))
@@ -191,12 +191,13 @@ def is_fitted(index: FitIndex, starts: Starts) -> bool:
     return True
 
 
-def _windows(
+def documents_in(
     starts: Starts, begin: int, end: int, seq_len: int
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """Yield starts and lengths of the documents in [begin, end), a window at a time; empty ones are left out.
 
-    A file of one document is cut inside it: then its second part begins at `begin`.
+    A file of one document is cut inside it: then its second part begins at `begin`. seq_len, the tokens of a sample,
+    bounds the pieces of a window.
     """
     first, last = starts.first_at_or_after(begin + 1) - 1, starts.first_at_or_after(end)
     for low in range(first, last, WINDOW):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tpengine.checkpoint.fingerprint import of_mixture, with_held_out
 from tpengine.config import Config, num_evaluated
+from tpengine.data.columns import Column
 from tpengine.data.mixture import Mixture, SourceEntry, read_table
 from tpengine.data.mixture_samples import HeldOutSamples, MixtureSamples, evenly
 from tpengine.data.opened_text import OpenedText
@@ -121,6 +122,7 @@ def open_mixture(
             raise ValueError(f"{config.data.mixture}: source {entry.name}: {error}") from None
     _check_one_tokenizer(config.data.mixture, entries, sources)
     _check_distinct(config.data.mixture, entries, sources)
+    _check_columns(config.data.mixture, entries, sources)
     own = open_held_out(config, say) if config.data.held_out else None
     if own is not None:
         own = replace(own, opened=own.opened.hashed(config.run_dir, say))
@@ -181,6 +183,20 @@ def _check_distinct(path: str, entries: Sequence[SourceEntry], sources: Sequence
                 raise ValueError(
                     f"{path}: sources of a mixture must be different texts: {first} and {entry.name} both have {of}: "
                     "give one of them the weight of both"
+                )
+
+
+def _check_columns(path: str, entries: Sequence[SourceEntry], sources: Sequence[TextCorpus]) -> None:
+    """Raise ValueError if a column has another dtype or width in one source than in another."""
+    seen: dict[str, tuple[str, Column]] = {}
+    for entry, source in zip(entries, sources, strict=True):
+        for column in source.opened.columns:
+            first, had = seen.setdefault(column.name, (entry.name, column))
+            if had != column:
+                raise ValueError(
+                    f"{path}: a column must have one dtype and width in all sources: {column.name} is {had.width} x "
+                    f"{had.dtype} in {first} and {column.width} x {column.dtype} in {entry.name}: write one of them "
+                    "again"
                 )
 
 

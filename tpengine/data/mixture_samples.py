@@ -11,10 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tpengine.config import IGNORED_LABEL
+from tpengine.data.columns import Column
 from tpengine.data.mixture import Mixture, SourceEntry
 from tpengine.data.samples import Samples
 from tpengine.training.samples import Batch, PackedBatch, SamplePosition
@@ -60,6 +63,24 @@ class _OfSources:
 
         self._each(samples, take)
         return tokens, labels, found
+
+    @functools.cached_property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns of its sources: all have them, but weights."""
+        return tuple({column.name: column for source in self.sources for column in source.columns}.values())
+
+    def read_columns(self, samples: NDArray[np.int64], labels: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """Read what columns say of labels, as Samples.read_columns; of a source without weights each is 1."""
+        inner = {column.name: (column.width,) if column.width > 1 else () for column in self.columns}
+        found = {of.name: np.zeros((*labels.shape, *inner[of.name]), of.dtype) for of in self.columns}
+
+        def take(of: Samples, now: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+            of_source = of.read_columns(numbers, labels[now]) if of.columns else {}
+            for name, values in found.items():
+                values[now] = of_source[name] if name in of_source else labels[now] != IGNORED_LABEL
+
+        self._each(samples, take)
+        return found
 
     def document_starts(self, samples: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Return where documents begin in samples, as Samples.document_starts."""

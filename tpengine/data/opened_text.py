@@ -13,14 +13,17 @@ from pathlib import Path
 
 from tpengine.checkpoint.fingerprint import of_files
 from tpengine.config import Config
+from tpengine.data.columns import Column, OpenedColumn, columns_of, open_columns
 from tpengine.data.content import content_sha256, forget_on_host, note_sha256, noted_sha256, once_per_host
 from tpengine.data.fit_index import FitIndex, first_file
 from tpengine.data.samples import HasDocuments
+from tpengine.data.source import open_file
 from tpengine.data.source import open_text as open_files
 from tpengine.data.source_files import SourceTokens
 from tpengine.data.stored_tokens import StoredTokens
 from tpengine.data.text_files import stdlib_text
 from tpengine.data.token_file import TextTokens, TokenFile
+from tpengine.training.samples import WEIGHTS
 
 # A file system slower than this is treated as broken.
 _LEAST_BYTES_PER_S = 10e6
@@ -38,12 +41,26 @@ class OpenedText:
         is_noted: whether the next run finds that hash without reading the text.
         reading_seconds: how much longer than this rank a rank of another host may take to open the text, since it may
             have to read all of it; 0 if the header has the hash.
+        opened_columns: those that are read with its tokens.
     """
 
     path: str
     file: TokenFile
     is_noted: bool
     reading_seconds: float
+    opened_columns: tuple[OpenedColumn, ...] = ()
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The columns that are read with its tokens, as they are handed out: weights as float32."""
+        columns = (opened.column for opened in self.opened_columns)
+        return tuple(Column(WEIGHTS) if column.name == WEIGHTS else column for column in columns)
+
+    @property
+    def files_of_columns(self) -> tuple[TokenFile, ...]:
+        """What the columns contain, to be checked while training goes on: values, and the SHA-256 they must have."""
+        each = (of_file for opened in self.opened_columns for of_file in opened.values)
+        return tuple(TokenFile(values, 0, sha256) for values, sha256 in each)
 
     @property
     def tokens(self) -> TextTokens:
@@ -72,6 +89,7 @@ class OpenedText:
         Args: fit: the index of its fitted samples; None for none.
         """
         tokens, vocab_size, sha256, about, _ = self.file
+        columns = {opened.column.name: opened.fingerprint for opened in self.opened_columns}
         index = "" if fit is None else f"SHA-256 {fit.sha256[:_SHOWN_DIGITS]}"
         if isinstance(tokens, SourceTokens) and len(tokens.files) > 1:
             lines = {
@@ -79,10 +97,10 @@ class OpenedText:
                 f"{file.fingerprint[:_SHOWN_DIGITS]}"
                 for file in tokens.files
             }
-            return of_files(lines, index)
+            return of_files(lines, index, columns)
         documents = "" if about is None else f", documents' SHA-256 {about.starts_sha256[:_SHOWN_DIGITS]}"
         line = f"{len(tokens)} {tokens.dtype} tokens below {vocab_size}, SHA-256 {sha256[:_SHOWN_DIGITS]}{documents}"
-        return of_files({str(first_file(self.file)): line}, index) if index else line
+        return of_files({str(first_file(self.file)): line}, index, columns) if index or columns else line
 
     def hashed(self, run_dir: str, say: Callable[[str], None]) -> OpenedText:
         """Return it with its hash: from the header, from an earlier run's note, or computed now and noted.
@@ -143,9 +161,29 @@ def open_text(path: str, config: Config, say: Callable[[str], None] = lambda _: 
             "their sizes and pieces of what is in them, both ends among these"
         )
     num_bytes = 0 if text.sha256 else len(text.tokens) * text.tokens.dtype.itemsize
-    opened = OpenedText(path, text, True, num_bytes / _LEAST_BYTES_PER_S)
+    columns = _columns(text, path, config.data.columns, say)
+    opened = OpenedText(path, text, True, num_bytes / _LEAST_BYTES_PER_S, columns)
     opened.check_documents(config.data.packing)
     return opened
+
+
+def _columns(text: TokenFile, path: str, asked: str, say: Callable[[str], None]) -> tuple[OpenedColumn, ...]:
+    """Open the columns of a text that a run reads; its tokens know them then."""
+    tokens = text.tokens
+    if isinstance(tokens, SourceTokens):
+        files = tuple(tokens.files)
+    elif isinstance(tokens, StoredTokens):
+        files = (open_file(tokens.file.path)._replace(tokens=tokens),)
+    else:
+        files = ()
+    names = columns_of(asked, files)
+    if names and not files:
+        raise ValueError(
+            f"columns lie beside token files: data.columns is {asked!r} and data.path {path} is none: use a token file"
+        )
+    if WEIGHTS in names:
+        say(f"{path} has weights: each target's loss is multiplied by its own (--data.columns no-weights leaves them)")
+    return open_columns(files, names)
 
 
 def _stdlib_tokens() -> TokenFile:

@@ -7,18 +7,19 @@ the same global batches. The trainer turns the arrays into tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL
+from tpengine.data.columns import Column
 from tpengine.data.fit_index import FitPiece, FittedPart
 from tpengine.data.order import permute, permute_one
 from tpengine.data.token_file import TextTokens
-from tpengine.training.samples import Batch, PackedBatch, SamplePosition
+from tpengine.training.samples import WEIGHTS, Batch, PackedBatch, SamplePosition
 
 # What padding is made of: its labels do not count, and no document sees it.
 _PADDING = 0
@@ -50,6 +51,7 @@ class Samples:
         packs: whether a window is documents that do not see each other: the label that would be the first token of the
             next document becomes IGNORED_LABEL.
         source: place of the text in the table of a mixture, key of the order besides; None for a text by itself.
+        columns: those that are read with the tokens, as they are handed out; the tokens have them open.
     """
 
     tokens: TextTokens
@@ -60,6 +62,7 @@ class Samples:
     phase: int = 0
     packs: bool = False
     source: int | None = None
+    columns: tuple[Column, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -123,6 +126,46 @@ class Samples:
         for of_sample, starts_in in zip(labels, starts, strict=True):
             of_sample[starts_in - 1] = IGNORED_LABEL
         return tokens, labels, [self._inside(of) for of in starts]
+
+    def read_columns(self, samples: NDArray[np.int64], labels: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """Read what columns say of labels.
+
+            columns[i, t] = the stored values of the token that labels[i, t] is, zero where that is IGNORED_LABEL
+
+        Args: samples: by their numbers. labels: of them, as `read` returns them.
+        Returns: of each column, by name, [count, S], or [count, S, width] of a wider one; contiguous, writable.
+        Raises: ValueError: as `read`; weights that are negative or not finite.
+        """
+        inner = {column.name: (column.width,) if column.width > 1 else () for column in self.columns}
+        found = {of.name: np.zeros((*labels.shape, *inner[of.name]), of.dtype) for of in self.columns}
+        assert not isinstance(self.tokens, np.ndarray), "a text in memory has no columns"
+        for row, targets in enumerate(self._targets(samples)):
+            for place, begin, end in targets:
+                for name, values in found.items():
+                    stored = self.tokens.read_column(name, begin, end)
+                    if name == WEIGHTS:
+                        self._check_weights(stored, begin)
+                    values[row, place : place + end - begin] = stored
+        for values in found.values():
+            values[labels == IGNORED_LABEL] = 0
+        return found
+
+    def _targets(self, samples: NDArray[np.int64]) -> Iterator[list[tuple[int, int, int]]]:
+        """Yield of each sample which tokens of the text its labels are: a place in it, and the range from there on."""
+        for window in self._windows(samples):
+            first = window * self.seq_len + 1
+            yield [(0, first, first + self.seq_len)]
+
+    def _check_weights(self, weights: NDArray[Any], first: int) -> None:
+        """Raise ValueError if a weight is none; `first` is the number of its token in the text."""
+        wrong = np.flatnonzero(~((weights >= 0) & np.isfinite(weights)))
+        if len(wrong):
+            assert not isinstance(self.tokens, np.ndarray)
+            path, number = self.tokens.where(first + int(wrong[0]))
+            raise ValueError(
+                f"weights must be finite and at least 0: token {number} of {path} has {weights[wrong[0]]}: write that "
+                "column again"
+            )
 
     def document_starts(self, samples: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Return, for samples of the order, where documents begin in each, after its first token.
@@ -216,6 +259,16 @@ class FittedSamples(Samples):
     def document_starts(self, samples: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """See Samples.document_starts; padding begins as a document does."""
         return [self._starts_in(pieces) for pieces in self._fitted(samples)]
+
+    def _targets(self, samples: NDArray[np.int64]) -> Iterator[list[tuple[int, int, int]]]:
+        """See Samples._targets."""
+        for pieces in self._fitted(samples):
+            places = np.cumsum([0, *(piece.length for piece in pieces)]).tolist()
+            yield [
+                (place, start + 1, start + length + goes_on)
+                for place, (start, length, goes_on) in zip(places, pieces, strict=False)
+                if length + goes_on > 1
+            ]
 
     def _fitted(self, samples: NDArray[np.int64]) -> list[list[FitPiece]]:
         if not self.num_windows:

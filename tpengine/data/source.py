@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tpengine.data.columns import MAGIC as COLUMN_MAGIC
 from tpengine.data.foreign import is_datatrove, is_list_of_documents, open_datatrove, open_plain, said_beside
 from tpengine.data.megatron import is_megatron, open_megatron
 from tpengine.data.source_files import (
@@ -131,6 +132,9 @@ def _is_companion(path: Path) -> bool:
     if path.suffix == ".fit":
         # NAME.S.fit, see fit_index.py; also one whose text is no longer there.
         return path.with_suffix("").with_suffix("").is_file() or _begins_with(path, FIT_MAGIC)
+    if path.suffix == ".column":
+        # NAME.COLUMN.column, see columns.py; also one whose text is no longer there.
+        return path.with_suffix("").with_suffix("").is_file() or _begins_with(path, COLUMN_MAGIC)
     if path.suffix == ".json":
         return path.with_suffix("").is_file() or any(
             other.suffix != ".json" and other.is_file() for other in path.parent.glob(f"{glob.escape(path.stem)}.*")

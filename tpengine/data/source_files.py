@@ -139,6 +139,12 @@ class SourceTokens:
         begin, end, _ = slice(begin, end).indices(self._count)
         return SourceTokens(self.files, self.first + begin, max(0, end - begin))
 
+    def read_column(self, name: str, begin: int, end: int) -> NDArray[Any]:
+        """Read a column's values of tokens[begin:end], [n] or [n, width]; as a slice. All files have it open."""
+        return np.concatenate(
+            [self.files[number].tokens.read_column(name, low, high) for number, low, high in self._ranges(begin, end)]
+        )
+
     def where(self, token: int) -> tuple[Path, int]:
         """Return the file that a token is in, and its number there."""
         number, low, _ = next(self._ranges(token, token + 1))

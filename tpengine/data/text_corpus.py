@@ -38,8 +38,9 @@ class HeldOutText:
 
     @property
     def texts(self) -> tuple[TokenFile, ...]:
-        """The text, and the index of its fitted samples, with the SHA-256 of their contents."""
-        return (self.opened.file,) if self.fit is None else (self.opened.file, self.fit.file)
+        """The text, the index of its fitted samples and its columns, with the SHA-256 of their contents."""
+        index = () if self.fit is None else (self.fit.file,)
+        return (self.opened.file, *index, *self.opened.files_of_columns)
 
     def identity(self) -> tuple[str, str]:
         """Return where it is, and what identifies it."""
@@ -53,7 +54,8 @@ class HeldOutText:
         """
         opened, data, seq_len = self.opened, config.data, config.train.seq_len
         packs = data.packing != "cut"
-        samples = Samples(opened.tokens, seq_len, config.model.vocab_size, data.ignore_token, packs=packs)
+        vocab_size, columns = config.model.vocab_size, opened.columns
+        samples = Samples(opened.tokens, seq_len, vocab_size, data.ignore_token, packs=packs, columns=columns)
         fit = None
         if data.packing == "fit":
             # Its index has all samples in the part that is trained on: that of a text of which nothing is held out.
@@ -151,7 +153,8 @@ class TextCorpus:
     def texts(self) -> tuple[TokenFile, ...]:
         """See Corpus."""
         index = () if self.fit is None else (self.fit.file,)
-        return (self.text, *index, *(() if self.own is None else self.own.texts))
+        own = () if self.own is None else self.own.texts
+        return (self.text, *index, *self.opened.files_of_columns, *own)
 
     @property
     def trained_on(self) -> tuple[OpenedText, ...]:
@@ -232,8 +235,8 @@ def corpus_of(opened: OpenedText, config: Config, say: Callable[[str], None]) ->
     num_train = num_trained_on(opened.tokens, data.held_out_share)
     train_tokens, held_out_tokens = _cut(opened.tokens, num_train)
     packs = data.packing != "cut"
-    samples = Samples(train_tokens, train.seq_len, vocab_size, data.ignore_token, train.seed, packs=packs)
-    rest = Samples(held_out_tokens, train.seq_len, vocab_size, data.ignore_token, packs=packs)
+    rest = Samples(held_out_tokens, train.seq_len, vocab_size, data.ignore_token, packs=packs, columns=opened.columns)
+    samples = replace(rest, tokens=train_tokens, seed=train.seed)
     fit = None
     if data.packing == "fit":
         fit = open_index(opened.file, opened.path, train.seq_len, num_train, data.held_out_share)

@@ -8,7 +8,8 @@ compute it twice as fast as BLAKE2b.
 Version 2 knows its documents. Its header has 512 bytes: those 64, then number and place of the documents' starts, the
 id that begins and the one that ends each (-1 for none), the largest id, the SHA-256 of the starts, that of the
 tokenizer's file, and the tokenizer's name in UTF-8. Behind the tokens, at a multiple of 8 bytes, is the number of the
-first token of each document, as uint64.
+first token of each document, as uint64. Behind the tokenizer's name are the names of the columns that the file was
+written with, with commas between (columns.py); zeros for none.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, SupportsIndex, runtime_c
 import numpy as np
 from numpy.typing import NDArray
 
+from tpengine.data.columns import check_name
 from tpengine.data.source_files import About, SourceTokens, check_pieces
 from tpengine.data.stored_tokens import DocumentStarts, DocumentTokens, OpenFile, StoredTokens, Tokens
 from tpengine.files import written_beside
@@ -38,6 +40,8 @@ FIT_MAGIC = b"TPFITIDX"
 # Of version 2, behind the first; then zeros.
 MORE = struct.Struct("<QQqqQ32s32s128s")
 ALL_HEADER_BYTES = 512
+_NAMES_AT = HEADER_BYTES + MORE.size
+_NAMES_BYTES = ALL_HEADER_BYTES - _NAMES_AT
 NO_HASH = bytes(32)
 START = np.dtype("<u8")
 DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
@@ -131,9 +135,35 @@ def _with_documents(path: Path, file: OpenFile, header: bytes, size: int, remedy
             f"with {marks[0]} and ends them with {marks[1]}: {remedy}"
         )
     tokens = DocumentTokens(file, DTYPES[code], ALL_HEADER_BYTES, count, starts)
+    tokens.written_with = _columns_in(header, path, remedy)
     tokenizer = name.rstrip(bytes(1)).decode(errors="replace")
     about = About(marks[0], marks[1], tokenizer, of_tokenizer.hex() if tokenizer else "", largest, of_starts.hex())
     return TokenFile(tokens, vocab_size, content.hex(), about)
+
+
+def _columns_in(header: bytes, path: Path, remedy: str) -> tuple[str, ...]:
+    """Return the names of the columns that a file was written with."""
+    names = header[_NAMES_AT:].rstrip(bytes(1)).decode(errors="replace")
+    try:
+        for name in names.split(",") if names else ():
+            check_name(name)
+    except ValueError as error:
+        raise ValueError(f"a token file names the columns that lie beside it: {path}: {error}, and {remedy}") from None
+    return tuple(names.split(",")) if names else ()
+
+
+def names_of_columns(names: Iterable[str]) -> bytes:
+    """Return what a header of version 2 says, behind `write_starts`, of the columns that are written with the tokens.
+
+    Raises: ValueError: there is no room for all names.
+    """
+    content = ",".join(names).encode()
+    if len(content) > _NAMES_BYTES:
+        raise ValueError(
+            f"names of a token file's columns have at most {_NAMES_BYTES} bytes together: got {len(content)}: use "
+            "shorter ones, or add some with write_column"
+        )
+    return content
 
 
 def beside(path: Path) -> Path:

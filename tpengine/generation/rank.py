@@ -31,6 +31,8 @@ from tpengine.model.transformer import Transformer
 from tpengine.runs.restoring import on_all_ranks
 from tpengine.training.planned_run import RunError
 
+_CACHE = "cache", "fewer --max-tokens or prompts"
+
 
 def build(config: Config, layout: Layout, device: torch.device) -> DecoderRank:
     """Build this rank's part of a model, its weights not filled; collective over all ranks.
@@ -91,7 +93,7 @@ class GeneratingRank:
             layout = layout_of(config)
             weights, cache = rank_bytes(config, layout, self._prompts, self._room)
             copies = 1 + (device.type == "cpu" and config.train.dtype == "float32" and has_onednn())
-            on_all_ranks(lambda: _check_memory(copies * weights, cache, device))
+            on_all_ranks(lambda: check_memory(copies * weights, cache, device, _CACHE))
             ranks = build(config, layout, device)
             self._fill(ranks.model, config)
             # On a CPU: a copy of the weights that products of few rows read up to twice as fast.
@@ -120,15 +122,19 @@ def rank_bytes(config: Config, layout: Layout, prompts: list[list[int]], room: i
     return sum(sizes.values()) * item, cache_bytes(num_layers, len(prompts), seq, heads, model.head_size, item)
 
 
-def _check_memory(weights: int, cache: int, device: torch.device) -> None:
+def check_memory(weights: int, more: int, device: torch.device, what: tuple[str, str]) -> None:
+    """Raise ValueError if what a rank holds does not fit into the memory there is for it.
+
+    Args: weights: bytes. more: bytes of what lies beside them. what: that is, and what would make it less.
+    """
     world = dist.get_world_size()
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] // -(-world // torch.cuda.device_count())
     else:
         free = available_bytes() // world
-    if free and weights + cache > free:
+    if free and weights + more > free:
         raise ValueError(
-            f"weights and cache must fit into memory: a rank would hold {weights / 1e6:,.1f} MB and {cache / 1e6:,.1f} "
-            f"MB, and there are {free / 1e6:,.1f} MB for it: use fewer --max-tokens or prompts, a narrower --dtype, or "
+            f"weights and {what[0]} must fit into memory: a rank would hold {weights / 1e6:,.1f} MB and "
+            f"{more / 1e6:,.1f} MB, and there are {free / 1e6:,.1f} MB for it: use {what[1]}, a narrower --dtype, or "
             "more ranks on several GPUs"
         )

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpengine.config import IGNORED_LABEL
-from tpengine.training.samples import SampleReader, batch_digest
+from tpengine.training.samples import WEIGHTS, SampleReader, batch_digest
 
 Numbers = NDArray[np.int64]
 # A file system that does not answer must not keep a run from ending.
@@ -73,10 +73,14 @@ def read_samples(samples: SampleReader, numbers: Numbers, needs_tokens: bool) ->
         if not needs_tokens:
             return StepSamples(starts=tuple(samples.document_starts(numbers)) if samples.packs else ())
         tokens, labels, starts = samples.read_with_starts(numbers)
+        columns = samples.read_columns(numbers, labels) if samples.columns else {}
     except ValueError as problem:
         return StepSamples(error=str(problem))
-    digest = batch_digest(tokens, labels, starts)
-    return StepSamples(tokens, labels, tuple(starts), digest=digest, count=float((labels != IGNORED_LABEL).sum()))
+    digest = batch_digest(tokens, labels, starts, columns)
+    weights = columns.pop(WEIGHTS, None)
+    # Zero where a label is ignored; in float64, in which layouts agree on the sum.
+    count = float((labels != IGNORED_LABEL).sum() if weights is None else weights.sum(dtype=np.float64))
+    return StepSamples(tokens, labels, tuple(starts), weights, columns, digest, count)
 
 
 @dataclass

@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,8 @@ from tpengine.config import Config
 
 # tokens[count, S] and labels[count, S], int64.
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
+# The column of a text that weighs the loss of each target.
+WEIGHTS = "weights"
 # These, and where documents begin in each sample.
 PackedBatch = tuple[NDArray[np.int64], NDArray[np.int64], list[NDArray[np.int64]]]
 
@@ -94,6 +97,10 @@ class SampleReader(Protocol):
     def num_windows(self) -> int:
         """Number of different samples."""
 
+    @property
+    def columns(self) -> Sequence[Any]:
+        """The columns that are read with tokens; most texts have none."""
+
     def batch(self, first_sample_index: int, count: int) -> Batch:
         """Read samples first_sample_index, first_sample_index + 1, ..."""
 
@@ -105,6 +112,12 @@ class SampleReader(Protocol):
 
     def read_with_starts(self, samples: NDArray[np.int64]) -> PackedBatch:
         """Read samples, and where documents begin in them, with one search."""
+
+    def read_columns(self, samples: NDArray[np.int64], labels: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """Return each column's values of the tokens that labels are, zero where one is ignored.
+
+        Returns: by name, [count, S] or [count, S, width]; WEIGHTS as float32.
+        """
 
 
 class TrainingSamples(SampleReader, Protocol):
@@ -163,7 +176,10 @@ class Corpus(Protocol):
 
 
 def batch_digest(
-    tokens: NDArray[np.int64], labels: NDArray[np.int64], document_starts: Sequence[NDArray[np.int64]] = ()
+    tokens: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    document_starts: Sequence[NDArray[np.int64]] = (),
+    columns: Mapping[str, NDArray[Any]] = MappingProxyType({}),
 ) -> int:
     """Hash the windows of a batch, so that ranks that must have read the same batch can compare one number.
 
@@ -172,6 +188,7 @@ def batch_digest(
     Args:
         tokens, labels: int64 [count, S], as `Samples.read` returns them.
         document_starts: of each sample, as `Samples.document_starts` returns them; of packed samples alone.
+        columns: of the samples, as `SampleReader.read_columns` returns them.
     Returns: at least 0 and below 2**63; equal batches have equal numbers on every machine, different ones with
         probability 2**-63.
     Cost: one pass over 4 bytes per token, 10 us for 2,048 tokens and 8 ms for a million on an AMD EPYC.
@@ -181,6 +198,8 @@ def batch_digest(
         digest.update(part.astype("<u4").tobytes())
     for starts in document_starts:
         digest.update(len(starts).to_bytes(8, "little") + starts.astype("<i8").tobytes())
+    for values in columns.values():
+        digest.update(np.ascontiguousarray(values).data)
     return int.from_bytes(digest.digest()[:8], "little") >> 1
 
 

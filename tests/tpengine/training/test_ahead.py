@@ -31,6 +31,7 @@ class Slow:
     gate: threading.Event = field(default_factory=threading.Event)
     asked: list[list[int]] = field(default_factory=list)
     packs: bool = False
+    columns: tuple[()] = ()
 
     def read_with_starts(self, samples: NDArray[np.int64]) -> PackedBatch:
         self.asked.append(samples.tolist())

@@ -1,0 +1,161 @@
+"""One rank of `tpengine logprobs`: builds its part of a model, fills it, and says how likely it finds each label.
+
+A pass is that of a held-out loss: micro-batches through a verified forward-only plan, each replica its own. What a user
+can mend is returned in words, as rank.py does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.ops.cross_entropy.operator import combine_partials, partials_of, token_losses
+
+from tpengine.config import Config
+from tpengine.distributed.launch import Launch
+from tpengine.distributed.mesh import exchange_seconds
+from tpengine.distributed.process import choose_device, to_device
+from tpengine.generation.rank import build, check_memory, rank_bytes
+from tpengine.layers.dropout import Position
+from tpengine.layers.rows import Documents
+from tpengine.layout.step_plan import forward_plan, layout_of
+from tpengine.model.transformer import Transformer
+from tpengine.pipeline.executor import Executor
+from tpengine.pipeline.stage import RankPipeline, Stage
+from tpengine.pipeline.transfers import open_mailbox
+from tpengine.plan import Kind
+from tpengine.runs.restoring import on_all_ranks
+from tpengine.training.planned_run import RunError
+from tpengine.training.step_batch import documents_of
+
+_LOGITS = "logits", "a shorter --seq-len"
+
+
+@dataclass
+class _Scored:
+    """The micro-batches of a pass (pipeline.stage.Batch): the last stage keeps what its labels have.
+
+    Attributes:
+        all_tokens, labels: int64 [micro-batches, T].
+        documents: of each micro-batch; none where sequences are whole.
+        logprobs_of: (logits[T, V/tp], labels[T]) -> [T].
+        position: where the model's layers look documents up.
+        found: by micro-batch.
+    """
+
+    all_tokens: Tensor
+    labels: Tensor
+    documents: tuple[Documents, ...]
+    logprobs_of: Callable[[Tensor, Tensor], Tensor]
+    position: Position
+    found: dict[int, Tensor] = field(default_factory=dict)
+
+    def begin(self, microbatch: int) -> None:
+        """See Batch; nothing is dropped."""
+        self.position.documents = self.documents[microbatch] if self.documents else None
+
+    def tokens(self, microbatch: int) -> Tensor:
+        """See Batch."""
+        return self.all_tokens[microbatch]
+
+    def loss(self, y: Tensor, microbatch: int) -> Tensor:
+        """See Batch."""
+        self.found[microbatch] = self.logprobs_of(y, self.labels[microbatch])
+        return y
+
+
+class ScoringRank:
+    """What a started rank holds (distributed/local_ranks.py).
+
+    Args:
+        config: validated; train says the shape of a pass, model.path where the weights are.
+        num_threads: of a rank on a CPU.
+        fill: as GeneratingRank.
+    """
+
+    def __init__(self, config: Config, num_threads: int, fill: Callable[[Transformer, Config], None]) -> None:
+        torch.set_num_threads(num_threads)
+        self._config, self._fill = config, fill
+
+    def prepare(self) -> str:
+        """Build the model and read its weights; collective. Returns what is wrong, on all ranks alike, or nothing."""
+        config, rank, world = self._config, dist.get_rank(), dist.get_world_size()
+        train = config.train
+        try:
+            device = choose_device(config.device, Launch(rank, world, rank, world))
+            layout = layout_of(config)
+            weights, _ = rank_bytes(config, layout, [[0]], 0)
+            num_logits = train.micro_batch_size * train.seq_len * config.model.vocab_size // config.parallel.tp
+            more = num_logits * getattr(torch, train.dtype).itemsize
+            on_all_ranks(lambda: check_memory(weights, more, device, _LOGITS))
+            self._ranks = build(config, layout, device)
+            self._fill(self._ranks.model, config)
+        except (RunError, ValueError) as problem:  # a CheckpointError is one
+            return str(problem)
+        self._plan = forward_plan(config, layout, train.num_micro_batches, train.micro_batch_size)
+        self._mailbox = open_mailbox([self._plan], self._ranks.mesh.pp, device, exchange_seconds(config))
+        return ""
+
+    def score(
+        self, tokens: NDArray[np.int32], labels: NDArray[np.int32], starts: Sequence[NDArray[np.int64]]
+    ) -> NDArray[np.float32] | None:
+        """Return log softmax(logits)[label] of each label; collective.
+
+        Args:
+            tokens, labels: of the samples of all replicas, [dp * micro-batches * micro-batch size, S].
+            starts: where documents begin in each, after its first token; none where each sample is one.
+
+        Returns: of this replica's samples, [micro-batches * micro-batch size, S], 0 where a label is ignored; None but
+            on the first tp rank of the last stage.
+        """
+        ranks, train = self._ranks, self._config.train
+        at, shape, plan = ranks.mesh.at, ranks.mesh.shape, self._plan
+        # Take this replica's samples.
+        each = len(tokens) // shape.dp
+        mine = slice(at.dp * each, (at.dp + 1) * each)
+        of_rank = (torch.from_numpy(of[mine]).long().view(train.num_micro_batches, -1) for of in (tokens, labels))
+        on_device = (to_device(of, ranks.device) for of in of_rank)
+        documents = documents_of(starts[mine], train.seq_len, train.micro_batch_size, ranks.device)
+        vocab_size, tp = ranks.config.model.vocab_size, ranks.comms.tp
+        batch = _Scored(
+            *on_device,
+            documents,
+            lambda logits, of_batch: _token_logprobs(logits, of_batch, vocab_size, tp),
+            ranks.model.position,
+        )
+        # Run the model, as a held-out loss does.
+        last = len(plan.chunks) - 1
+        stages = {
+            chunk: Stage(
+                partial(ranks.model, seq=train.seq_len, chunk=number),
+                batch,
+                is_first=chunk == 0,
+                is_last=chunk == last,
+            )
+            for number, chunk in enumerate(plan.chunks_of(at.pp))
+        }
+        pipeline = RankPipeline(plan, at.pp, stages, ranks.mesh.pp, ranks.device, self._mailbox)
+        handlers = {**pipeline.handlers(), Kind.WAIT: pipeline.wait}
+        with torch.no_grad():
+            Executor(dist.get_rank(), handlers).run(plan.actions[at.pp])
+        tp.check()
+        if not batch.found or at.tp:
+            return None
+        found = torch.stack([batch.found[number] for number in range(train.num_micro_batches)])
+        values: NDArray[np.float32] = found.float().cpu().numpy().reshape(each, -1)
+        return values
+
+
+def _token_logprobs(logits: Tensor, labels: Tensor, vocab_size: int, tp: Communicator) -> Tensor:
+    """Return log softmax(z[t, :V])[labels[t]] of this rank's columns z[T, V/tp], 0 where a label is ignored: [T]."""
+    first = tp.rank * logits.shape[1]
+    valid = min(max(vocab_size - first, 0), logits.shape[1])
+    partials = partials_of(logits, labels, first, valid)
+    return 0 - token_losses(combine_partials(tp.all_gather(partials[None])), labels, vocab_size)
