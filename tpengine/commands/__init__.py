@@ -11,8 +11,10 @@ advise.py plan.py                 the fastest layouts on a machine; one layout w
 schedule.py schedule_model.py schedule_packing.py   the plan of a schedule or of a configuration, printed and drawn
 diagnose.py watch.py              why a run's steps take as long as they do; what runs report, drawn
 data_write.py data_shards.py data_check.py   token files from text, written, cut into files, checked and fitted
+data_chat.py                      token files from conversations
 weights.py                        import and export
 generate.py generate_rank.py      continue prompts by a model's tokens; a rank of it
+generate_chat.py                  talk with a model, turn by turn
 checkpoint.py checkpoint_diff.py  list, verify and compare the checkpoints of a run
 certify.py certify_witness.py certify_compare.py    start layouts, record what ranks compute, compare
 """

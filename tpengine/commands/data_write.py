@@ -13,10 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
 from tpengine.commands.data_shards import ShardWriter, WriteProgress
+from tpengine.data.chat import WeightedTokens
 from tpengine.data.documents import PIPE, DocumentReader
 from tpengine.data.encode import BYTE_VOCAB_SIZE, TokenChunk, bytes_of, tokens_of
 from tpengine.data.source_files import About
@@ -34,6 +36,8 @@ _PLAIN_LINES = 20
 _MOST_WARNINGS = 3
 # A process takes as long to start as the library takes for some MB.
 _LEAST_BYTES_PER_WORKER = 4 << 20
+
+_Ids = TypeVar("_Ids", TokenChunk, WeightedTokens)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class WriteOptions:
 
 
 @dataclass(frozen=True)
-class _Encoding:
+class Encoding:
     """How documents become ids: by a tokenizer, or as bytes.
 
     Attributes:
@@ -99,7 +103,7 @@ def write_data(options: WriteOptions) -> None:
     if is_pipe and len(options.sources) > 1:
         raise ValueError(f"--from - must stand alone: got {' '.join(map(str, options.sources))}: leave the rest out")
     paths = [PIPE] if is_pipe else find_files(options.sources, options.pattern, options.out, _is_token_file)
-    encoding = _encoding(options)
+    encoding = encoding_of(options.tokenizer, options.begin, options.end)
     console = SafeConsole(soft_wrap=True)
     about = encoding.about()
     asked = _asked(options, encoding, about)
@@ -159,19 +163,24 @@ class _Looks:
             self._console.print(f"warning: {self._number:,} files do not look like text: leave them out with --pattern")
 
 
-def _encoding(options: WriteOptions) -> _Encoding:
-    asked = {name: mark for name, mark in (("begin", options.begin), ("end", options.end)) if mark is not None}
-    if options.tokenizer == BYTES:
-        return _Encoding(None, {name: _byte(name, mark) for name, mark in asked.items()}, BYTE_VOCAB_SIZE, "", None)
-    tokenizer = TextTokenizer(Path(options.tokenizer))
+def encoding_of(directory: str, begin: str | None = None, end: str | None = None) -> Encoding:
+    """Return how documents become ids: by the tokenizer in a directory, or as bytes; marks as Options has them.
+
+    Raises:
+        ValueError: no tokenizer, or one without such a mark.
+    """
+    asked = {name: mark for name, mark in (("begin", begin), ("end", end)) if mark is not None}
+    if directory == BYTES:
+        return Encoding(None, {name: _byte(name, mark) for name, mark in asked.items()}, BYTE_VOCAB_SIZE, "", None)
+    tokenizer = TextTokenizer(Path(directory))
     marks = {name: tokenizer.mark(name, mark) for name, mark in asked.items()}
     vocab_size, of_model = tokenizer.vocab_size, tokenizer.model_vocab_size()
     if of_model is None:
-        return _Encoding(tokenizer, marks, vocab_size, f" --model.vocab-size {vocab_size}", None)
-    return _Encoding(tokenizer, marks, min(vocab_size, of_model), f" --model.path {options.tokenizer}", of_model)
+        return Encoding(tokenizer, marks, vocab_size, f" --model.vocab-size {vocab_size}", None)
+    return Encoding(tokenizer, marks, min(vocab_size, of_model), f" --model.path {directory}", of_model)
 
 
-def _chunks(documents: DocumentReader, encoding: _Encoding, num_workers: int, stack: ExitStack) -> Iterator[TokenChunk]:
+def _chunks(documents: DocumentReader, encoding: Encoding, num_workers: int, stack: ExitStack) -> Iterator[TokenChunk]:
     begin, end, tokenizer = encoding.marks.get("begin"), encoding.marks.get("end"), encoding.tokenizer
     if tokenizer is None:
         return bytes_of(documents, begin, end)
@@ -191,7 +200,7 @@ def _num_workers(options: WriteOptions, documents: DocumentReader) -> int:
     return max(1, min(num_cores, left // _LEAST_BYTES_PER_WORKER))
 
 
-def _asked(options: WriteOptions, encoding: _Encoding, about: About) -> str:
+def _asked(options: WriteOptions, encoding: Encoding, about: About) -> str:
     """Return what decides the bytes, but for the text: a call goes on only where this is the same."""
     values = [options.field, about, encoding.vocab_size, options.shard_tokens]
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
@@ -206,7 +215,7 @@ def _sources(paths: Sequence[Path]) -> list[str]:
     return found
 
 
-def _said(options: WriteOptions, encoding: _Encoding, written: WriteProgress, documents: DocumentReader) -> str:
+def _said(options: WriteOptions, encoding: Encoding, written: WriteProgress, documents: DocumentReader) -> str:
     """Say what was written."""
     left_out = [f"{documents.num_empty:,} empty"] if documents.num_empty else []
     left_out += [f"{written.num_short:,} of fewer than 2 tokens"] if written.num_short else []
@@ -267,7 +276,7 @@ class Reading:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def shown(self, chunks: Iterator[TokenChunk]) -> Iterator[TokenChunk]:
+    def shown(self, chunks: Iterator[_Ids]) -> Iterator[_Ids]:
         """Yield the chunks, and show after each how far it is."""
         documents = self._documents
         for chunk in chunks:

@@ -79,20 +79,16 @@ def generate(options: GenerateOptions) -> None:
     model, vocabulary = source.config.model, vocabulary_of(source.directory, source.config.model, options.tokenizer)
     begin, ends = (marks_of(source.directory, name) for name in ("bos_token_id", "eos_token_id"))
     prompts = [prompt_of(text, vocabulary, begin, model) for text in _texts(options)]
-    _check_room(model, prompts, options.max_tokens)
+    check_room(model, prompts, options.max_tokens)
     num_places = max(map(len, prompts)) + options.max_tokens
-    world = options.tp * options.pp
-    # What a user has set counts; started ranks have one thread.
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    num_threads = int(given) if given.isdecimal() and int(given) else max(1, num_cores() // world)
-    with Ranks(world, _RANK, source.config, prompts, options.max_tokens, options.drawing, num_threads) as ranks:
+    with started(options, source, prompts) as ranks:
         prepared = ranks.call("prepare")
         if prepared[0][0]:
             raise ValueError(prepared[0][0])
         if source.trained_on is not None and num_places > source.trained_on:
-            _say(f"sequences of up to {num_places} tokens; the run was trained on {source.trained_on}")
+            say(f"sequences of up to {num_places} tokens; the run was trained on {source.trained_on}")
         cache = max(num_bytes for _, num_bytes in prepared)
-        _say(f"a cache for {len(prompts)} x {num_places} tokens, {cache / 1e6:,.1f} MB per rank")
+        say(f"a cache for {len(prompts)} x {num_places} tokens, {cache / 1e6:,.1f} MB per rank")
         _print(ranks, prompts, vocabulary, set(ends), options.max_tokens)
 
 
@@ -120,6 +116,15 @@ def find_model(options: GenerateOptions) -> FoundModel:
     return FoundModel(validate(config, options.tp * options.pp), directory, trained_on)
 
 
+def started(options: GenerateOptions, source: FoundModel, prompts: list[list[int]]) -> Ranks:
+    """Return processes that continue prompts, when they have been told to prepare; of none, those that come later."""
+    world = options.tp * options.pp
+    # What a user has set counts; started ranks have one thread.
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    num_threads = int(given) if given.isdecimal() and int(given) else max(1, num_cores() // world)
+    return Ranks(world, _RANK, source.config, prompts, options.max_tokens, options.drawing, num_threads)
+
+
 def prompt_of(text: str, vocabulary: Vocabulary, begin: Sequence[int], model: ModelConfig) -> list[int]:
     """Return the tokens of a prompt; of an empty one, the mark that begins a text.
 
@@ -145,13 +150,18 @@ def _texts(options: GenerateOptions) -> list[str]:
 
 
 def _read(file: str) -> str:
+    return decoded(sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes(), file)
+
+
+def decoded(content: bytes, file: str) -> str:
+    """Return the text of bytes that were read; ValueError where they are none."""
     try:
-        return (sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()).decode()
+        return content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"a prompt must be UTF-8: {file}: {error.reason} at byte {error.start}: convert it") from None
 
 
-def _check_room(model: ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+def check_room(model: ModelConfig, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
     """Refuse more tokens than learned positions; rotary ones have no end."""
     longest, most = max(map(len, prompts)), model.details.max_positions
     if most and longest + max_tokens > most:
@@ -189,13 +199,13 @@ def _print(ranks: Ranks, prompts: Sequence[Sequence[int]], vocabulary: Vocabular
     said = [f"prefill {_speed(num_read, seconds[0])}"]
     if num_drawn:
         said.append(f"decode {_speed(num_drawn, sum(seconds[1:]))}")
-    _say("; ".join(said))
+    say("; ".join(said))
 
 
 def _speed(num_tokens: int, seconds: float) -> str:
     return f"{num_tokens} tokens in {seconds:.3f} s, {num_tokens / max(seconds, 1e-9):,.0f} tokens/s"
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """Say what is no part of the text, so that `> FILE` has the text alone."""
     print(f"tpengine: {line}", file=sys.stderr, flush=True)

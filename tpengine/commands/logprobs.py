@@ -1,7 +1,7 @@
 """`tpengine logprobs`: how likely a model finds each token of token files, as a column beside them. No torch.
 
-Ranks are processes of this host, as `generate` starts them. This process reads the text and writes the column; each call
-is one pass over the samples of all replicas. The token that begins a document has 0: nothing predicts it.
+Ranks are processes of this host, as `generate` starts them. This process reads the text and writes the column; each
+call is one pass over the samples of all replicas. The token that begins a document has 0: nothing predicts it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.commands.generate import Options as GenerateOptions
-from tpengine.commands.generate import Source as Model
-from tpengine.commands.generate import find_model
+from tpengine.commands.generate import FoundModel, GenerateOptions, find_model
 from tpengine.config import IGNORED_LABEL, Config, validate
 from tpengine.data import Column, Source, open_source, write_column
 from tpengine.data.columns import column_path
@@ -40,7 +38,7 @@ _PASSES = 8
 
 
 @dataclass(frozen=True)
-class Options:
+class LogprobsOptions:
     """What to compute; see the command's help."""
 
     model: str
@@ -64,7 +62,7 @@ class _Done:
     began: float = field(default_factory=time.perf_counter)
 
 
-def write_logprobs(options: Options) -> None:
+def write_logprobs(options: LogprobsOptions) -> None:
     """Compute the log-probabilities of all tokens of token files, and write them beside each.
 
     Raises:
@@ -128,7 +126,7 @@ def _check(column: Column, source: Source, config: Config) -> None:
             )
 
 
-def _config_of(found: Model, options: Options, num_tokens: int) -> Config:
+def _config_of(found: FoundModel, options: LogprobsOptions, num_tokens: int) -> Config:
     """Return the configuration of a pass: as many samples as fill the stages, and no more than there are."""
     seq_len = options.seq_len or found.trained_on or _SEQ_LEN
     num = _MICRO_BATCHES_PER_STAGE * options.pp if options.pp > 1 else 1
@@ -142,7 +140,7 @@ def _config_of(found: Model, options: Options, num_tokens: int) -> Config:
 def _logprobs(ranks: Ranks, file: SourceFile, config: Config, done: _Done) -> Iterator[NDArray[np.float32]]:
     """Yield the log-probabilities of a file's tokens, in order."""
     train = config.train
-    num_samples = config.parallel.dp * train.num_micro_batches * train.micro_batch_size
+    num_samples = (config.parallel.dp or 1) * train.num_micro_batches * train.micro_batch_size
     # Nothing is before the first token.
     yield np.zeros(1, dtype=np.float32)
     for stretch in stretches_of(file, train.seq_len, _PASSES * num_samples * train.seq_len):

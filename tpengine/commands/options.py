@@ -51,6 +51,14 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help="directories and files; or - for JSON lines from the standard input",
     )
     what.add_argument(
+        "--chat",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help='files of JSON lines, a conversation each ({"messages": [...], "tools": [...]}), written by the chat '
+        "template of --tokenizer, with a weight for each token; or -",
+    )
+    what.add_argument(
         "--check",
         metavar="PATH",
         help="check token files, named as --data.path names them: hashes, ids, documents and their marks",
@@ -69,6 +77,13 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"with --fit: data.held_out_fraction of the run (default {DEFAULT_SHARE_HELD_OUT}); 0 of one "
         "with data.held_out",
     )
+    parser.add_argument(
+        "--train-on",
+        choices=("assistant", "last", "all"),
+        help="with --chat: which tokens have weight 1, the others 0: all answers of the assistant (the default), its "
+        "last one, or all tokens",
+    )
+    parser.add_argument("--seq-len", type=count, metavar="S", help="with --chat: refuse a conversation of more tokens")
     parser.add_argument("--out", type=Path, metavar="FILE", help="token file to write, a new one; or a directory")
     parser.add_argument(
         "--pattern", default="**/*", metavar="GLOB", help="which files of a directory (default '**/*', all)"
@@ -119,10 +134,17 @@ def run_data(args: argparse.Namespace) -> None:
         with stoppable():
             fit_data(args.fit[1], args.fit[0], args.held_out_fraction)
         return
+    if args.out is None:
+        made_of = "--from" if args.chat is None else "--chat"
+        raise ValueError(f"{made_of} needs --out: the token file to write, such as --out text.tokens")
+    if args.chat is not None:
+        from tpengine.commands.data_chat import write_chat
+
+        with stoppable():
+            write_chat(args.chat, args.tokenizer, args.out, args.train_on or "assistant", args.seq_len)
+        return
     from tpengine.commands.data_write import WriteOptions, write_data
 
-    if args.out is None:
-        raise ValueError("--from needs --out: the token file to write, such as --out text.tokens")
     with stoppable():
         asked = WriteOptions(
             args.sources,
@@ -142,11 +164,15 @@ def _check_together(args: argparse.Namespace) -> None:
     """Raise ValueError if an option is given that the command would not use."""
     if args.held_out_fraction is not None and args.fit is None:
         raise ValueError("--held-out-fraction goes with --fit: use tpengine data --fit S PATH, or leave it out")
+    for name in ("train_on", "seq_len"):
+        if getattr(args, name) is not None and args.chat is None:
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} goes with --chat: use tpengine data --chat FILE, or leave it out")
     if args.sources is not None:
         return
-    for name in ("out", "begin", "end", "shard_tokens", "workers"):
+    for name in ("begin", "end", "shard_tokens", "workers", *(["out"] if args.chat is None else [])):
         if getattr(args, name) is not None:
-            used = "--fit" if args.check is None else "--check"
+            used = next(f"--{mode}" for mode in ("chat", "check", "fit") if getattr(args, mode) is not None)
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} goes with --from, not with {used}: leave it out")
 
@@ -206,6 +232,11 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a prompt from a file, or - for standard input",
     )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="talk by the tokenizer's chat template: each line of the standard input is a message, answers are printed",
+    )
     parser.add_argument("--max-tokens", type=count, default=200, help="of each continuation (default 200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest (default 0, all)")
@@ -222,6 +253,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 def run_generate(args: argparse.Namespace) -> None:
     """Continue prompts by a model's tokens."""
     from tpengine.commands.generate import GenerateOptions, generate
+    from tpengine.commands.generate_chat import chat
 
     options = GenerateOptions(
         model=args.model,
@@ -240,7 +272,7 @@ def run_generate(args: argparse.Namespace) -> None:
         architecture=args.architecture,
     )
     with stoppable():
-        generate(options)
+        chat(options) if args.chat else generate(options)
 
 
 def add_logprobs_arguments(parser: argparse.ArgumentParser) -> None:
@@ -260,9 +292,9 @@ def add_logprobs_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_logprobs(args: argparse.Namespace) -> None:
     """Write the log-probabilities of all tokens of a text, as a column beside it."""
-    from tpengine.commands.logprobs import Options, write_logprobs
+    from tpengine.commands.logprobs import LogprobsOptions, write_logprobs
 
-    options = Options(
+    options = LogprobsOptions(
         model=args.model,
         data=args.data,
         out=args.out,

@@ -76,7 +76,7 @@ class DocumentReader:
     Args:
         paths: text files; files of JSON lines, whose names end in .jsonl, .jsonl.gz or .jsonl.zst, and of rows, in
             .parquet; or PIPE alone, JSON lines from the standard input.
-        field: of a JSON line or a row, has the text.
+        field: of a JSON line or a row, has the text; None for the JSON line itself.
         start: where to begin; what is counted counts from the beginning all the same.
         look: is called with each text file that is read, and its first bytes; a ValueError of it ends the reading.
 
@@ -95,7 +95,7 @@ class DocumentReader:
     def __init__(
         self,
         paths: Sequence[Path],
-        field: str = "text",
+        field: str | None = "text",
         start: DocumentPlace = BEGINNING,
         look: Callable[[Path, bytes], None] = lambda *_: None,
     ) -> None:
@@ -151,7 +151,9 @@ class DocumentReader:
             check = zlib.crc32(line, check)
             if line.isspace():
                 continue
-            content = self._text_of(line.strip(), f"{path}, line {line_number}")
+            content = line.strip()
+            if self.field is not None:
+                content = self._text_of(content, f"{path}, line {line_number}")
             self._count(len(content) > 0)
             if content:
                 yield DocumentPiece(content, True, True, path, 0, self._place(number, offset, line_number, check))
@@ -160,6 +162,7 @@ class DocumentReader:
         """The documents of a parquet file's rows."""
         path, before = self.paths[number], self.num_read_bytes
         size = path.stat().st_size
+        assert self.field is not None, "a row is no line"
         for text, share in parquet_texts(path, self.field, row):
             row += 1
             content = text.encode()

@@ -2,8 +2,8 @@
 
 Samples are those of --data.packing fit, without an index: a document of at most S tokens is in one as a whole, of a
 longer one each S tokens, whose last label is the token behind them. Pieces that lie near each other in the text are
-fitted together, so that values come in the order of the text, some at a time. A file that does not know its documents is
-one document.
+fitted together, so that values come in the order of the text, some at a time. A file that does not know its documents
+is one document.
 """
 
 from __future__ import annotations

@@ -127,12 +127,15 @@ class Decoder:
         prompts: at least one token each; those of one call are continued together.
         room: how many tokens each is continued by at most.
         drawing: how.
+        num_drawn: by those before, whose draws are not repeated.
 
     Memory: layers.rows.cache.cache_bytes.
     """
 
-    def __init__(self, ranks: DecoderRank, prompts: Sequence[Sequence[int]], room: int, drawing: Drawing) -> None:
-        self._ranks, self._drawing, self._num_drawn = ranks, drawing, 0
+    def __init__(
+        self, ranks: DecoderRank, prompts: Sequence[Sequence[int]], room: int, drawing: Drawing, num_drawn: int = 0
+    ) -> None:
+        self._ranks, self._drawing, self._num_drawn = ranks, drawing, num_drawn
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
         self._cache = KeyValueCache(longest + room, lengths, device=ranks.device)

@@ -19,7 +19,7 @@ from tpengine.config import Config
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.mesh import Communicators, Shape, build_mesh
 from tpengine.distributed.process import choose_device, link_device
-from tpengine.generation.decoder import Decoder, DecoderRank, most_rows, rows_to_prepare
+from tpengine.generation.decoder import MOST_ROWS, Decoder, DecoderRank, most_rows, rows_to_prepare
 from tpengine.generation.text import Drawing
 from tpengine.layers.collectives import WholeRows
 from tpengine.layers.rows import cache_bytes
@@ -59,7 +59,7 @@ class GeneratingRank:
 
     Args:
         config: as for `build`; model.path says where the weights are.
-        prompts: at least one token each.
+        prompts: at least one token each; none where they come later, one by one (`begin`).
         room: how many tokens each is continued by at most.
         drawing: how.
         num_threads: of a rank on a CPU.
@@ -77,9 +77,10 @@ class GeneratingRank:
         fill: Callable[[Transformer, Config], None],
     ) -> None:
         torch.set_num_threads(num_threads)
-        rows = most_rows([len(prompt) for prompt in prompts])
+        rows = most_rows([len(prompt) for prompt in prompts]) if prompts else MOST_ROWS
         self._config = replace(config, train=replace(config.train, seq_len=rows))
         self._prompts, self._room, self._drawing, self._fill = prompts, room, drawing, fill
+        self._decoder: Decoder | None = None
 
     def prepare(self) -> tuple[str, int]:
         """Build the model and read its weights; collective.
@@ -97,14 +98,37 @@ class GeneratingRank:
             ranks = build(config, layout, device)
             self._fill(ranks.model, config)
             # On a CPU: a copy of the weights that products of few rows read up to twice as fast.
-            ranks.model.prepare(rows_to_prepare(len(self._prompts)))
+            ranks.model.prepare(rows_to_prepare(max(1, len(self._prompts))))
         except (RunError, ValueError) as problem:  # a CheckpointError is one
             return str(problem), 0
-        self._decoder = Decoder(ranks, self._prompts, self._room, self._drawing)
+        self._ranks = ranks
+        if self._prompts:
+            self._decoder = Decoder(ranks, self._prompts, self._room, self._drawing)
         return "", cache
+
+    def begin(self, prompt: list[int], num_drawn: int) -> str:
+        """Begin with another prompt, read as a whole; the one before it is forgotten. Collective.
+
+        Args:
+            prompt: at least one token.
+            num_drawn: tokens drawn for those before, whose draws are not repeated.
+
+        Returns:
+            What is wrong, on all ranks alike, or nothing.
+        """
+        ranks = self._ranks
+        self._decoder = None
+        _, cache = rank_bytes(self._config, ranks.layout, [prompt], self._room)
+        try:
+            on_all_ranks(lambda: check_memory(0, cache, ranks.device, _CACHE))
+        except RunError as problem:
+            return str(problem)
+        self._decoder = Decoder(ranks, [prompt], self._room, self._drawing, num_drawn)
+        return ""
 
     def step(self) -> list[int]:
         """Return the next token of each sequence; collective."""
+        assert self._decoder is not None, "there is no prompt yet"
         with torch.no_grad():
             return self._decoder.step()
 
@@ -117,7 +141,7 @@ def rank_bytes(config: Config, layout: Layout, prompts: list[list[int]], room: i
     held = range(at.tp, at.tp + 1)
     specs = [spec for chunk in chunks for spec in stage_specs(model, shape.tp, *chunk)]
     sizes = {piece.name: math.prod(piece.block[1]) for spec in specs for piece in pieces_of(spec, shape.tp, held)}
-    heads, seq = max(1, model.num_kv_heads // shape.tp), max(map(len, prompts)) + room
+    heads, seq = max(1, model.num_kv_heads // shape.tp), max(map(len, prompts), default=0) + room
     num_layers = sum(last - first for first, last in chunks)
     return sum(sizes.values()) * item, cache_bytes(num_layers, len(prompts), seq, heads, model.head_size, item)
 

@@ -20,7 +20,7 @@ from tpkernels.ops.cross_entropy.operator import combine_partials, partials_of, 
 
 from tpengine.config import Config
 from tpengine.distributed.launch import Launch
-from tpengine.distributed.mesh import exchange_seconds
+from tpengine.distributed.mesh import Shape, exchange_seconds
 from tpengine.distributed.process import choose_device, to_device
 from tpengine.generation.rank import build, check_memory, rank_bytes
 from tpengine.layers.dropout import Position
@@ -92,7 +92,9 @@ class ScoringRank:
             device = choose_device(config.device, Launch(rank, world, rank, world))
             layout = layout_of(config)
             weights, _ = rank_bytes(config, layout, [[0]], 0)
-            num_logits = train.micro_batch_size * train.seq_len * config.model.vocab_size // config.parallel.tp
+            num_logits = (
+                train.micro_batch_size * train.seq_len * config.model.vocab_size // Shape.of(config.parallel).tp
+            )
             more = num_logits * getattr(torch, train.dtype).itemsize
             on_all_ranks(lambda: check_memory(weights, more, device, _LOGITS))
             self._ranks = build(config, layout, device)
@@ -120,12 +122,15 @@ class ScoringRank:
         # Take this replica's samples.
         each = len(tokens) // shape.dp
         mine = slice(at.dp * each, (at.dp + 1) * each)
-        of_rank = (torch.from_numpy(of[mine]).long().view(train.num_micro_batches, -1) for of in (tokens, labels))
-        on_device = (to_device(of, ranks.device) for of in of_rank)
+        own_tokens, own_labels = (
+            to_device(torch.from_numpy(of[mine]).long().view(train.num_micro_batches, -1), ranks.device)
+            for of in (tokens, labels)
+        )
         documents = documents_of(starts[mine], train.seq_len, train.micro_batch_size, ranks.device)
         vocab_size, tp = ranks.config.model.vocab_size, ranks.comms.tp
         batch = _Scored(
-            *on_device,
+            own_tokens,
+            own_labels,
             documents,
             lambda logits, of_batch: _token_logprobs(logits, of_batch, vocab_size, tp),
             ranks.model.position,

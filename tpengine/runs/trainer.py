@@ -50,8 +50,8 @@ class Trainer:
         objective: resolved.
 
     Raises:
-        ValueError: the plan fails verification (a bug of a schedule, named); the optimizer is none; an objective does not
-            fit the settings.
+        ValueError: the plan fails verification (a bug of a schedule, named); the optimizer is none; an objective does
+            not fit the settings.
         RunError: ranks differ in plan, configuration or text.
 
     The constructor is collective; the default process group must exist. With train.reduction exact it makes torch

@@ -117,7 +117,7 @@ def check_frozen(state: TrainState, num_steps: int) -> None:
     """
     if not frozen_of(state.part.config):
         return
-    places = _Places(state)
+    places = _ShardNumbers(state)
     moved = [
         -float(places.of("", name))
         for name, noted in state.frozen_hashes.items()

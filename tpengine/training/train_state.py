@@ -172,7 +172,7 @@ def _sliced(
         return None
     kept = {index for index in cuts if weights_of(config, layout, index) is Weights.UPDATED}
     sliced = WeightBuckets(cuts, model.held, comms.dp, kept)
-    places = {model.held[name]: place for name, place in sliced.places.items()}
+    places: dict[Tensor, Tensor] = {model.held[name]: place for name, place in sliced.places.items()}
     for name, parameter in model.held.items():
         if name not in sliced.places:
             # Frozen, and whole: it lay behind weights that have gone into buckets, and kept their memory.

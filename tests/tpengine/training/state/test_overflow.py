@@ -27,7 +27,7 @@ from tpengine.data import open_corpus
 from tpengine.runs.skipped_steps import SkippedSteps
 from tpengine.runs.trainer import Trainer
 from tpengine.training.checkpoint_blocks import blocks_of
-from tpengine.training.optimizer import FIRST_SCALE, FLOOR
+from tpengine.training.loss_scale import FIRST_SCALE, FLOOR
 from tpengine.training.planned_run import RunError
 
 OVERFLOW, STEPS = 2, 4
