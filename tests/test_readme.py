@@ -147,7 +147,7 @@ def test_flags_exist(path: Path) -> None:
 
 def run_snippet(source: str, directory: str) -> None:
     """Run a snippet on this rank; what it writes lands in the directory."""
-    text = source.replace('"tokens.bin"', repr(f"{directory}/tokens.bin"))
+    text = re.sub(r'"(tokens\.bin|chat\.tokens)"', lambda name: repr(f"{directory}/{name[1]}"), source)
     exec(compile(text, "<README>", "exec"), {"__name__": "snippet"})
 
 

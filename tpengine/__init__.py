@@ -43,8 +43,10 @@ if TYPE_CHECKING:
         Scores,
         SwiGLU,
         VocabParallelEmbedding,
+        WidthNorm,
         check_replicated,
         clip_grad_norm_,
+        norm_over_ranks,
         placements_of,
         replicate,
         sharded,
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
     from tpengine.runs.job import RunResult
     from tpengine.train import run
     from tpengine.training.elementwise import UpdateRule
+    from tpengine.training.last_output import LastOutput
+    from tpengine.training.objective import MicroBatch, Objective
 
 __version__: str
 
@@ -75,6 +79,9 @@ _HOME = {
     "write_tokens": "data",
     "DataParallel": "modules",
     "ShardedOptimizer": "modules",
+    "LastOutput": "training.last_output",
+    "MicroBatch": "training.objective",
+    "Objective": "training.objective",
     "IGNORED_LABEL": "layers",
     "Attention": "layers",
     "ColumnParallelLinear": "layers",
@@ -96,6 +103,8 @@ _HOME = {
     "Scores": "layers",
     "SwiGLU": "layers",
     "VocabParallelEmbedding": "layers",
+    "WidthNorm": "layers",
+    "norm_over_ranks": "layers",
     "check_replicated": "layers",
     "clip_grad_norm_": "layers",
     "placements_of": "layers",
@@ -130,10 +139,13 @@ __all__ = [
     "Dropout",
     "FeedForward",
     "KeyValueCache",
+    "LastOutput",
     "LayerNorm",
     "LearnedPositions",
+    "MicroBatch",
     "ModelConfig",
     "Norm",
+    "Objective",
     "OffsetRMSNorm",
     "OptimConfig",
     "PackedWeights",
@@ -155,9 +167,11 @@ __all__ = [
     "TrainConfig",
     "UpdateRule",
     "VocabParallelEmbedding",
+    "WidthNorm",
     "check_replicated",
     "clip_grad_norm_",
     "make_schedule",
+    "norm_over_ranks",
     "parallelize",
     "placements_of",
     "replicate",

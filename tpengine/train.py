@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tpengine.runs.job import ContentWatch, RunResult, Wings
     from tpengine.runs.restoring import Beginning
     from tpengine.training.elementwise import UpdateRule
+    from tpengine.training.objective import Count, Loss, Metric, Objective
 
 # A process lets go of its connections a moment before it is gone, and the report is to say which rank is.
 _DYING_SECONDS = 0.5
@@ -45,15 +46,16 @@ _LISTENING_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class _Given:
+class _RunArguments:
     """What `run` is given; see there."""
 
     config: Config | str | os.PathLike[str] | Sequence[str]
     preset: str | None
     settings: Mapping[str, Any]
-    loss: Any
-    metrics: Any
-    optimizer: Any
+    loss: Loss | Objective | None
+    count: Count | None
+    metrics: Mapping[str, Metric] | None
+    optimizer: UpdateRule | None
     callbacks: Sequence[Callback]
     data: Any
 
@@ -74,6 +76,7 @@ class _Preparation:
     run_dir: Path | None
     checkpoint: Checkpoint | None
     beginning: Beginning | None
+    objective: Objective | None
 
 
 class _Arriving(OtherRanks):
@@ -90,8 +93,9 @@ class _Arriving(OtherRanks):
 def run(
     config: Config | str | os.PathLike[str] | Sequence[str] = (),
     *,
-    loss: Any = None,
-    metrics: Any = None,
+    loss: Loss | Objective | None = None,
+    count: Count | None = None,
+    metrics: Mapping[str, Metric] | None = None,
     optimizer: UpdateRule | None = None,
     callbacks: Sequence[Callback] = (),
     data: Any = None,
@@ -109,7 +113,12 @@ def run(
     Args:
         config: a Config; the path of a TOML file; or flags as `tpengine train` has them, --preset, --config and --help
             among them. By default the preset tiny.
-        loss, metrics: instead of the loss of the next token, and what is logged besides.
+        loss: loss(output, batch) -> Tensor [], the sum over a micro-batch, instead of the next token's loss. output is
+            a LastOutput, batch a MicroBatch of T tokens; training/objective.py says what they have, and the shapes. Or
+            an Objective, which has its count and metrics.
+        count: count(batch) -> number, what a micro-batch adds to what the loss is divided by; by default its valid
+            labels, or the sum of their weights.
+        metrics: by name, each called as the loss is, summed and averaged as it is, and logged, drawn and evaluated.
         optimizer: one of your own, element by element, instead of the one that optim.name says (UpdateRule).
         callbacks: told of steps, evaluations and checkpoints, in this order (Callback).
         data: what is trained on, instead of the text that the settings name: tokens[N], integers in one row; or samples
@@ -134,7 +143,7 @@ def run(
     elif isinstance(data, Mapping | DataConfig):
         settings, data = {**settings, "data": data}, None
     with terminal_safe():
-        return _run(_Given(config, preset, settings, loss, metrics, optimizer, callbacks, data))
+        return _run(_RunArguments(config, preset, settings, loss, count, metrics, optimizer, callbacks, data))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -153,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run(given)
 
 
-def _run(given: _Given) -> RunResult:
+def _run(given: _RunArguments) -> RunResult:
     from tpengine.commands.arguments import exit_on_user_error, leave
     from tpengine.config import TrainConfig
     from tpengine.observe.watch import Watch
@@ -211,7 +220,7 @@ def _start_ranks(launch: Launch, argv: Sequence[str]) -> None:
         raise SystemExit(run_ranks_here(num_ranks, "tpengine.train:rank_main", others))
 
 
-def _prepare(launch: Launch, given: _Given, held: ExitStack) -> _Preparation:
+def _prepare(launch: Launch, given: _RunArguments, held: ExitStack) -> _Preparation:
     """Find whatever a user can get wrong and this rank can see.
 
     Raises:
@@ -249,8 +258,10 @@ def _prepare(launch: Launch, given: _Given, held: ExitStack) -> _Preparation:
         from tpengine.training.update_rules import with_rule
 
         config = with_rule(config, given.optimizer)
+    objective = _objective(given, config)
     from tpengine.runs.memory_limit import fitting_residency
     from tpengine.runs.opening import attention_taken
+    from tpengine.runs.own_parts import check_same_loss
 
     attention_taken(config, device)  # or say why it cannot be torch's
     residency = fitting_residency(config, launch, device)
@@ -267,16 +278,17 @@ def _prepare(launch: Launch, given: _Given, held: ExitStack) -> _Preparation:
     if config.resume:
         ends, fingerprints = corpora[0].fingerprint_of_ends, [corpus.fingerprint() for corpus in corpora]
         checkpoint = find_checkpoint(config, fingerprints, fingerprint_of_ends=ends)
+        check_same_loss(checkpoint, objective)
     beginning = None
     if config.model.path and checkpoint is None:
         from tpengine.hugging_face.beginning import WeightsOfPath
 
         beginning = WeightsOfPath.of(config.model)
     cores = shared_cores if device.type == "cpu" else 0
-    return _Preparation(config, corpora, device, cores, residency, run_dir, checkpoint, beginning)
+    return _Preparation(config, corpora, device, cores, residency, run_dir, checkpoint, beginning, objective)
 
 
-def _check_given(launch: Launch, given: _Given) -> None:
+def _check_given(launch: Launch, given: _RunArguments) -> None:
     """Find what is wrong with what is no setting.
 
     Raises:
@@ -290,9 +302,6 @@ def _check_given(launch: Launch, given: _Given) -> None:
             f"--nproc starts ranks, and this process is rank {launch.rank} of {launch.world_size} already: leave it "
             "out, or start one process without torchrun or srun"
         )
-    # TODO on merging loss and optim.
-    if given.loss is not None or given.metrics is not None:
-        raise ValueError("loss= and metrics= are not there yet: leave them out")
     if not isinstance(given.callbacks, Sequence):
         name = type(given.callbacks).__name__
         raise ValueError(f"callbacks must be a list: got {name}: give [{name}()]")
@@ -302,6 +311,35 @@ def _check_given(launch: Launch, given: _Given) -> None:
             f"callbacks must be objects of classes that derive from tpengine.Callback: got {wrong[0]!r}: derive its "
             "class, and give an object of it"
         )
+
+
+def _objective(given: _RunArguments, config: Config) -> Objective | None:
+    """Return the user's own loss and metrics; None for none.
+
+    Raises:
+        ValueError: they are no functions, or do not go with the settings; one line.
+    """
+    if given.loss is None and given.count is None and not given.metrics:
+        return None
+    from tpengine.training.objective import Objective, resolved
+
+    if given.metrics is not None and not isinstance(given.metrics, Mapping):
+        name = type(given.metrics).__name__
+        raise ValueError(f"metrics must be a dictionary of functions by name: got {name}: use metrics={{'mine': mine}}")
+    if isinstance(given.loss, Objective):
+        if given.count is not None or given.metrics:
+            raise ValueError(
+                "an Objective has its count and metrics: got loss=Objective(...) and them too: leave them out"
+            )
+        resolved(given.loss, config.train)
+        return given.loss
+    functions = {"loss": given.loss, "count": given.count, **(given.metrics or {})}
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ValueError(f"a loss, its count and metrics are functions: {name} is {function!r}: give the function")
+    objective = Objective(given.loss, given.count, dict(given.metrics or {}))
+    resolved(objective, config.train)
+    return objective
 
 
 def wings() -> Wings:
@@ -384,7 +422,9 @@ def meet(launch: Launch, mistake: str, watch: Watch) -> Meeting:
     return meeting
 
 
-def _train(prepared: _Preparation, given: _Given, launch: Launch, meeting: Meeting, watch: Watch) -> RunResult | str:
+def _train(
+    prepared: _Preparation, given: _RunArguments, launch: Launch, meeting: Meeting, watch: Watch
+) -> RunResult | str:
     """Train; return what has come of it, or what the user can mend and only training finds; on all ranks alike."""
     from tpengine.runs.job import Job
     from tpengine.runs.loop import train
@@ -394,9 +434,14 @@ def _train(prepared: _Preparation, given: _Given, launch: Launch, meeting: Meeti
     try:
         residency, run_dir, content = prepared.residency, prepared.run_dir, _content(corpora, launch, device)
         found = prepared.checkpoint, prepared.beginning
-        own = None, given.optimizer, tuple(given.callbacks)
         others = meeting, wings(), content, run_dir
-        return train(Job(config, corpora, launch, device, cores, residency, *others, *found, *own), watch)
+        job = Job(
+            *(config, corpora, launch, device, cores, residency, *others, *found),
+            objective=prepared.objective,
+            optimizer=given.optimizer,
+            callbacks=tuple(given.callbacks),
+        )
+        return train(job, watch)
     except RunError as error:
         return str(error)
     except Exception as error:

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 import tpengine
-from tpengine import train
+from tpengine import ModelConfig, OptimConfig, train
+from tpengine.commands.keywords import asked_in_python
+from tpengine.config.settings import ModelDetails, ParameterGroup
 from tpengine.config.toml import dump_toml
 from tpengine.data import write_tokens
 
@@ -97,6 +99,33 @@ def test_own_data_train_as_a_file_of_them_does_and_a_resume_refuses_others(
     assert tpengine.run(data=Rows(tokens, 16), run_dir=tmp_path / "rows", resume=True, train={"steps": 4}).step == 4
 
 
+def by_hand(output: Any, batch: Any) -> Any:
+    """The loss of the next token, otherwise computed."""
+    return -output.token_logprobs(batch.labels).sum()
+
+
+def test_an_own_loss_and_metrics_are_the_runs_and_a_resume_keeps_the_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common: dict[str, Any] = {"model": MODEL, "device": "cpu", "train": {**TRAIN, "dtype": "float64"}}
+    tpengine.run(run_dir=tmp_path / "line", **common)
+    own: dict[str, Any] = {"loss": by_hand, "metrics": {"again": by_hand}, "count": lambda batch: 2 * len(batch.labels)}
+    result = tpengine.run(run_dir=tmp_path / "own", **own, **common)
+    want, rows = left_by(tmp_path / "line")[0], left_by(tmp_path / "own")[0]
+    assert rows[0][0] == pytest.approx(want[0][0] / 2, rel=1e-12)
+    lines = [json.loads(line) for line in (tmp_path / "own" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["metric/again"] for line in lines] == [line["loss"] for line in lines]
+    assert lines[-1]["held_out_metric/again"] == result.held_out_loss
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        train.main(["--run-dir", str(tmp_path / "own"), "--resume", "--train.steps", "4"])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1
+    assert "was saved with the loss by_hand, counted by test_an_own" in said
+    assert "this run has the loss of the next token: call tpengine.run with" in said
+    assert tpengine.run(run_dir=tmp_path / "own", resume=True, **own, train={"steps": 4}).step == 4
+
+
 class Descent:
     """An optimizer of one's own."""
 
@@ -124,6 +153,15 @@ def test_an_own_optimizer_updates_and_a_resume_without_it_is_refused(
     assert left_by(run_dir)[0] == left_by(tmp_path / "sgd")[0]
 
 
+def test_sections_groups_and_details_may_be_the_settings_own_classes() -> None:
+    group, details = ParameterGroup("*.q_proj.weight", lr=0.5), ModelDetails(head_size=16, mlp_bias=True)
+    tables = {"groups": ({"pattern": group.pattern, "lr": 0.5},)}, {"details": {"head_size": 16, "mlp_bias": True}}
+    mixed = {"groups": [group]}, {"details": details}
+    for optim, model in (tables, mixed, (OptimConfig(groups=(group,)), ModelConfig(details=details))):
+        given = asked_in_python((), None, {"optim": optim, "model": model}).given
+        assert given["optim.groups"] == (group,) and given["model.details"] == details
+
+
 class NoData:
     pass
 
@@ -145,6 +183,12 @@ class NoData:
         ({"train": {"steps": 0}}, "train.steps must be at least 1: got 0: use 1"),
         ({"callbacks": [3]}, "callbacks must be objects of classes that derive from tpengine.Callback: got 3: derive"),
         ({"callbacks": tpengine.Callback()}, "callbacks must be a list: got Callback: give [Callback()]"),
+        ({"loss": 3}, "a loss, its count and metrics are functions: loss is 3: give the function"),
+        (
+            {"metrics": [by_hand]},
+            "metrics must be a dictionary of functions by name: got list: use metrics={'mine': mine}",
+        ),
+        ({"loss": by_hand, "train": {"z_loss": 0.1}}, "which a loss of your own replaces"),
         (
             {"optimizer": 3},
             "an optimizer of one's own is an UpdateRule (tpengine.training.elementwise): got int without",
@@ -153,7 +197,7 @@ class NoData:
         ({"data": [1, 2], "config": ["--data.path", "x"]}, "a run trains on one text: got data of your own, and x"),
         ({"data": [256, 2]}, "data: tokens must be at least 0 and below model.vocab_size: got 256"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_mistake_is_the_command_lines_one_line(
     given: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -5,7 +5,9 @@ Which of longrope's two lists of factors is taken follows from the length of the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from tpengine.architectures import llama, mistral
 from tpengine.architectures.describe import Architecture, ConfigJson, column, heads, llama_sizes
@@ -25,11 +27,20 @@ def numbers(config: ConfigJson) -> ModelConfig:
     longest, original = "max_position_embeddings", "original_max_position_embeddings"
     lengths = {name: config.integer(name, 4096, 1) for name in (longest, original)}
     spellings = {name: config.values.get(name) for name in ("rope_scaling", "rope_parameters")}
-    ropes = {name: {**rope, **lengths} for name, rope in spellings.items() if isinstance(rope, dict) and rope}
+    ropes = {
+        name: {**rope, **_renamed(rope), **lengths}
+        for name, rope in spellings.items()
+        if isinstance(rope, dict) and rope
+    }
     config = ConfigJson({**config.without("layer_types").values, **lengths, **ropes}, config.path)
     model = llama_sizes(config, eps=1e-5, rotates_parts=True)
     windows = config.windows(model.num_layers, [True] * model.num_layers, 0)
     return replace(model, details=replace(model.details, windows=windows))
+
+
+def _renamed(rope: Mapping[str, Any]) -> dict[str, str]:
+    """Return what longrope is called now, where a file has an old name of it; transformers takes both for longrope."""
+    return {key: "longrope" for key in ("rope_type", "type") if rope.get(key) in ("su", "yarn")}
 
 
 ARCHITECTURE = Architecture("Phi3ForCausalLM", TABLE, mistral.block, numbers)

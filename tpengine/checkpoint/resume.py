@@ -420,13 +420,19 @@ _REMEDIES = {
 }
 
 
+def _over(defaults: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was saved, and the defaults of what it does not have, in its tables too."""
+    tables = {name for name, value in saved.items() if isinstance(value, dict) and isinstance(defaults.get(name), dict)}
+    return {**defaults, **saved, **{name: _over(defaults[name], saved[name]) for name in tables}}
+
+
 def _decisive(state: Mapping[str, Any], step: int, is_exact: bool) -> dict[str, Any]:
     """Return, by name, what determines the numbers of later steps."""
     config = state["config"]
     train, data = config["train"], config["data"]
     optim = _plain(Config())["optim"] | config.get("optim", {})
     # A setting that did not exist when the checkpoint was written had its default value.
-    model = _plain(Config())["model"] | config["model"]
+    model = _over(_plain(Config())["model"], config["model"])
     # Where the run began does not matter any more, nor where an architecture's file lies.
     del model["path"]
     model["architecture"] = Path(model["architecture"]).name

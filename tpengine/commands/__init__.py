@@ -14,6 +14,7 @@ data_write.py data_shards.py data_check.py   token files from text, written, cut
 data_chat.py                      token files from conversations
 weights.py                        import and export
 generate.py generate_rank.py      continue prompts by a model's tokens; a rank of it
+logprobs.py logprobs_rank.py      how likely a model finds each token of a text, as a column; a rank of it
 generate_chat.py                  talk with a model, turn by turn
 checkpoint.py checkpoint_diff.py  list, verify and compare the checkpoints of a run
 certify.py certify_witness.py certify_compare.py    start layouts, record what ranks compute, compare

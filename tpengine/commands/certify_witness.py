@@ -161,7 +161,7 @@ class Witness:
             )
 
     def _see_sums(self) -> None:
-        for name, piece in self.trainer.state.model.pieces.items():
+        for name, piece in _trained(self.trainer.state).items():
             self._see(
                 StepPhase.SUM,
                 self._depth_down(piece.spec.name),
@@ -179,12 +179,13 @@ class Witness:
         for name, piece in trainer.state.model.pieces.items():
             depth, found = self._depth_down(piece.spec.name), trainer.state.optimizer
             states = found.state_of(name) if name in trainer.state.weights else {}
-            for kind, kept in kinds.items():
+            # Of what is frozen nothing but the weight is kept.
+            for kind, kept in kinds.items() if trainer.state.model.held[name].requires_grad else ():
                 tensor = whole(trainer.state, name, states.get(kind), kept)
                 self._see(
                     StepPhase.UPDATE, 1 + depth, f"{OPTIMIZER}{kind} of {piece.spec.name}", tensor, shard=_shard(piece)
                 )
-            weight = whole(trainer.state, name, trainer.state.weights.get(name), dtype)
+            weight = whole(trainer.state, name, trainer.state.held.get(name), dtype)
             self._see(StepPhase.UPDATE, 1 + depth, f"{WEIGHT}{piece.spec.name}", weight, shard=_shard(piece))
 
     def _depth_of_head(self) -> int:
@@ -246,7 +247,7 @@ class Gradients:
 
     def _keep(self) -> None:
         self._kept = []
-        for name, piece in self.trainer.state.model.pieces.items():
+        for name, piece in _trained(self.trainer.state).items():
             values = whole(self.trainer.state, name, self.trainer.state.gradients.of.get(name)).double().numpy().copy()
             self._kept.append(Values(piece.spec.name, piece.block[0], piece.spec.shape, values))
 
@@ -270,17 +271,22 @@ def whole(state: TrainState, name: str, tensor: Tensor | None, dtype: torch.dtyp
         tensor: this replica's elements of it; None if it owns none; whole where replicas own no parts.
         dtype: of the elements; default that in which gradients are added.
     """
-    if state.sliced is None:
+    if not state.is_cut(name):
         assert tensor is not None, f"nothing is held of {name}"
         return tensor
     held = state.model.held[name]
     dtype = dtype or accumulation_dtype(held.dtype)
     found = torch.zeros(held.numel(), dtype=dtype)
     if tensor is not None:
-        found[state.sliced.parts[name].in_tensor] = tensor.detach()
+        found[state.elements_of(name)] = tensor.detach()
     # Bits, to which other replicas add zeros: -0.0 + 0.0 would be 0.0.
     bits = found.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
     return state.rank.comms.dp.all_reduce_(bits).view(dtype).view(held.shape)
+
+
+def _trained(state: TrainState) -> dict[str, Piece]:
+    """Return the pieces of a rank that are not frozen."""
+    return {name: piece for name, piece in state.model.pieces.items() if state.model.held[name].requires_grad}
 
 
 def digest(tensor: Tensor) -> str:

@@ -58,7 +58,7 @@ def write_chat(sources: Sequence[Path], tokenizer: str, out: Path, train_on: str
     console.print(
         f"{out}: {writer.num_tokens:,} tokens of {writer.num_documents:,} conversations, the longest of {longest:,}; "
         f"{num_trained:,} are trained on ({train_on}), vocabulary {encoding.vocab_size}; train on it with --data.path "
-        f"{out}{encoding.model} --data.packing documents"
+        f"{out}{encoding.model} --data.packing fit, behind tpengine data --fit SEQ_LEN {out}"
     )
 
 

@@ -136,12 +136,17 @@ def prompt_of(text: str, vocabulary: Vocabulary, begin: Sequence[int], model: Mo
         raise ValueError(
             "a prompt needs a token where a model has none that begins a text: got an empty one: use --prompt TEXT"
         )
-    if (largest := max(tokens)) >= model.vocab_size:
+    check_vocabulary(tokens, model)
+    return tokens
+
+
+def check_vocabulary(tokens: Sequence[int], model: ModelConfig) -> None:
+    """Raise ValueError for tokens that the model does not have."""
+    if (largest := max(tokens, default=0)) >= model.vocab_size:
         raise ValueError(
             f"a prompt's tokens must lie in the model's vocabulary: got {largest}, vocabulary {model.vocab_size}: use "
             f"0 to {model.vocab_size - 1}, or the tokenizer of this model"
         )
-    return tokens
 
 
 def _texts(options: GenerateOptions) -> list[str]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tpengine.commands.generate import GenerateOptions, check_room, decoded, find_model, say, started
+from tpengine.commands.generate import GenerateOptions, check_room, check_vocabulary, decoded, find_model, say, started
 from tpengine.data.chat import end_of_turn
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.generation.text import Stream, TokenizerText, marks_of
@@ -45,6 +45,7 @@ def chat(options: GenerateOptions) -> None:
         for line in _lines():
             messages.append({"role": "user", "content": line})
             prompt = template.encode(template.render(messages, asks=True))
+            check_vocabulary(prompt, source.config.model)
             check_room(source.config.model, [prompt], most)
             if problem := ranks.call("begin", prompt, num_drawn)[0]:
                 raise ValueError(problem)

@@ -85,16 +85,16 @@ def _given(settings: Mapping[str, Any], base: Config) -> dict[str, Any]:
 def _plain(value: Any, before: object) -> Any:
     """Return a value as a TOML file would have it.
 
-    Args: before: what the section is without it; of a section that is given whole what differs is given.
+    Args: before: what the value is without it; of a section that is given whole what differs is given.
     """
-    if is_dataclass(value) and type(value) is type(before):
-        changed = {field.name: getattr(value, field.name) for field in fields(value)}
-        return {name: inner for name, inner in changed.items() if inner != getattr(before, name)}
+    if is_dataclass(value) and not isinstance(value, type):
+        given = {field.name: (getattr(value, field.name), getattr(before, field.name, None)) for field in fields(value)}
+        return {name: _plain(inner, old) for name, (inner, old) in given.items() if inner != old}
     if isinstance(value, Mapping):
-        return {name: _plain(inner, None) for name, inner in value.items()}
+        return {name: _plain(inner, getattr(before, str(name), None)) for name, inner in value.items()}
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain(inner, None) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:

@@ -111,7 +111,10 @@ def _check(column: Column, source: Source, config: Config) -> None:
     for file in source.files:
         place = column_path(file.path, column.name)
         if place.exists():
-            raise ValueError(f"a column must be new: {place} is there: remove it first, or choose another --out")
+            raise ValueError(
+                f"a column must be new: {place} is there, perhaps of a call that was ended: remove it first, or choose "
+                "another --out"
+            )
         try:
             try_to_write(place)
         except OSError as error:
@@ -128,7 +131,8 @@ def _check(column: Column, source: Source, config: Config) -> None:
 
 def _config_of(found: FoundModel, options: LogprobsOptions, num_tokens: int) -> Config:
     """Return the configuration of a pass: as many samples as fill the stages, and no more than there are."""
-    seq_len = options.seq_len or found.trained_on or _SEQ_LEN
+    most = found.config.model.details.max_positions or _SEQ_LEN
+    seq_len = options.seq_len or found.trained_on or min(_SEQ_LEN, most)
     num = _MICRO_BATCHES_PER_STAGE * options.pp if options.pp > 1 else 1
     at_most = -(-num_tokens // (seq_len * num * options.dp))
     size = max(1, min(_TOKENS_OF_MICRO_BATCH // seq_len, at_most))

@@ -193,6 +193,11 @@ def check_model_sizes(model: ModelConfig) -> None:
     check_model(model)
 
 
+@functools.cache
+def _choices(owner: type, name: str) -> tuple[Any, ...]:
+    return typing.get_args(typing.get_type_hints(owner)[name])
+
+
 def check_ranges(config: Config) -> None:
     """Raise ValueError for the first setting whose value is none by itself, whatever the others are."""
     tokens_of(config.train.tokens, "train.tokens")
@@ -227,7 +232,8 @@ def check_ranges(config: Config) -> None:
         (config, "", "device"),
     ):
         key, value = section + name, getattr(owner, name)
-        choices = typing.get_args(typing.get_type_hints(type(owner))[name])
+        kind: Any = type(owner)
+        choices = _choices(kind, name)
         if value not in choices:
             raise ValueError(
                 f"{key} must be one of {', '.join(map(str, choices))}: got {value!r}: {choose(value, choices)}"

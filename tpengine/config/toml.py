@@ -146,7 +146,7 @@ def _typed(hint: Any, value: Any, default: Any, key: str, path: str) -> Any:
 def _groups(value: Any, key: str, path: str) -> tuple[ParameterGroup, ...]:
     """Return groups of parameters from an array of tables."""
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        raise ValueError(f"{path}: {key} must be tables: got {_spelled(value)}: begin each with [[{key}]]")
+        raise ValueError(f"{path}: {key} must be tables: got {_spelled(value)}: use [[{key}]] before each")
     return tuple(_updated(ParameterGroup(""), entry, f"{key}.", path) for entry in value)
 
 

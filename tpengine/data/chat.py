@@ -104,7 +104,7 @@ def conversations(
 def parsed(line: bytes, where: str) -> Conversation:
     """Return the conversation of a line.
 
-    Raises: ValueError: it is not JSON, or has no messages with roles.
+    Raises: ValueError: it is not JSON, or has no messages with roles and contents.
     """
     try:
         value = json.loads(line)
@@ -122,6 +122,10 @@ def parsed(line: bytes, where: str) -> Conversation:
     for number, message in enumerate([] if problem else messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             problem = f"has no role in message {number}"
+            break
+    for number, message in enumerate([] if problem else messages, start=1):
+        if message.get("content") is None and not message.get("tool_calls"):
+            problem = f"has no content in message {number}"
             break
     if problem:
         raise ValueError(f"a line of a chat file must be a conversation: {where} {problem}: write it as {_EXAMPLE}")
@@ -149,9 +153,10 @@ def weighted(conversation: Conversation, template: Template, train_on: str) -> t
         num_before = len(rendering.before(numbers[0], asks=False)) if numbers else len(weights)
         weights[:num_before] = [0] * num_before
     if not any(weights):
+        problem = "only answers without a token" if numbers else f"none of the role {_ANSWERS}"
         raise ValueError(
-            f"a conversation must have an answer to train on: {conversation.where} has none of the role {_ANSWERS}: "
-            "add one, leave the line out, or use --train-on all"
+            f"a conversation must have an answer to train on: {conversation.where} has {problem}: add one, leave the "
+            "line out, or use --train-on all"
         )
     return rendering.ids, weights
 
@@ -181,7 +186,7 @@ class _Rendering:
         text = self._prefix(number + 1, asks=False)
         # Where the turn ends with a token of its own, blanks behind it are not the answer's.
         ids = self._template.encode(text.rstrip())
-        if ids[-1] in self._template.special_ids and self.ids[: len(ids)] == ids:
+        if ids and ids[-1] in self._template.special_ids and self.ids[: len(ids)] == ids:
             return first, len(ids)
         return first, len(self._ids_of(text, number))
 

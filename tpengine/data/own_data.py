@@ -178,7 +178,7 @@ def view_of_own(corpus: TextCorpus | OwnCorpus, config: Config, phase: int) -> T
 
 
 def _corpus_of_samples(own: OwnSamples, config: Config) -> OwnCorpus:
-    data, train, num = config.data, config.train, len(own)
+    data, train, num = config.data, config.train, _answer("len(data)", lambda: len(own))
     if data.held_out:
         raise ValueError(
             f"own samples hold out their last ones: got data.held_out {data.held_out} too: leave it out, or write the "
@@ -215,8 +215,19 @@ def _identity_of(own: OwnSamples, samples: _ReadSamples) -> str:
         found = samples.one(number)
         digest.update(len(found).to_bytes(8, "little") + found.astype("<u4").tobytes())
     if told is not None:
-        return f"{num} samples given to tpengine.run, fingerprint {told()}"
+        return f"{num} samples given to tpengine.run, fingerprint {_answer('data.fingerprint()', told)}"
     return f"{num} samples given to tpengine.run, SHA-256 of {len(hashed)} {digest.hexdigest()[:_SHOWN_DIGITS]}"
+
+
+def _answer(what: str, ask: Callable[[], Any]) -> Any:
+    """Return what an object of the user's answers; ValueError in one line if it fails."""
+    try:
+        return ask()
+    except Exception as error:
+        raise ValueError(
+            f"data must be readable: {what} fails: {type(error).__name__}: {error}: correct it, or write the tokens to "
+            "a file with tpengine.write_tokens"
+        ) from error
 
 
 def _in_one_row(own: object) -> NDArray[Any] | None:
@@ -224,7 +235,7 @@ def _in_one_row(own: object) -> NDArray[Any] | None:
     is_list = isinstance(own, list | tuple) and all(type(token) is int for token in own)
     if not (isinstance(own, SupportsArray) or is_list):
         return None
-    tokens = np.asarray(own)
+    tokens = _answer("numpy.asarray(data)", lambda: np.asarray(own))
     return tokens if tokens.ndim == 1 and tokens.dtype != object else None
 
 
@@ -240,6 +251,11 @@ def _check_settings(config: Config) -> None:
     named = data.mixture or (data.path if data.path != DataConfig().path else "")
     if named:
         raise ValueError(f"a run trains on one text: got data of your own, and {named}: leave one of them out")
+    if data.columns:
+        raise ValueError(
+            f"columns lie beside token files: got data of your own, and data.columns {data.columns}: write them with "
+            "tpengine.TokenWriter, or leave data.columns out"
+        )
     if data.packing != "cut":
         raise ValueError(
             f"--data.packing {data.packing} needs token files, which say where documents begin: got data of your own: "

@@ -13,7 +13,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import ArrayLike
 
-from tpengine.data.columns import Column, ColumnFile, column_path
+from tpengine.data.columns import Column, ColumnFile, column_path, values_of
 from tpengine.data.source import open_file
 from tpengine.data.source_files import About
 from tpengine.data.token_file import (
@@ -142,13 +142,16 @@ class TokenWriter:
                 f"{', '.join(values) or 'none'}: give each, zeros where there is nothing"
             )
         try:
-            for name, of_column in values.items():
-                num_values = self._columns[name].add(of_column)
-                if num_values != len(ids):
+            # All of a document is right, or nothing of it is written.
+            stored = {name: values_of(self._columns[name].column, of, self.num_tokens) for name, of in values.items()}
+            for name, of_column in stored.items():
+                if len(of_column) != len(ids):
                     raise ValueError(
                         f"a column has values of every token: document {self.num_documents} has {len(ids)} tokens and "
-                        f"{num_values} values of {name}: give each token its values, 0 where it has none"
+                        f"{len(of_column)} values of {name}: give each token its values, 0 where it has none"
                     )
+            for name, of_column in stored.items():
+                self._columns[name].add(of_column)
             content = np.ascontiguousarray(ids, dtype=dtype_for(self._vocab_size)).data
             self._content.update(content)
             self._file.write(content)

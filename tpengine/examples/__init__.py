@@ -1,6 +1,9 @@
 """Complete scripts, each a use of the building blocks. A file's docstring says how to run it; the tests run it.
 
 - own_run: a training run from Python, with data and a callback of your own
+- classify: documents are told apart by rows of the model's head: a loss of its own, over a column of a token file
+- dpo: answers that people chose become likelier than others, by stored log-probabilities of a reference
+- distill: a student learns a teacher's stored likeliest tokens
 - block: tensor-parallel layers in a model of your own, and any optimizer
 - feed_forward: the fused matmuls of tpkernels, without the engine
 - operators: the operators between the matmuls: a block and its loss on one device

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.matmul.host import has_onednn
 from tpkernels.symmetric.host_memory import available_bytes
 
@@ -34,13 +35,19 @@ from tpengine.training.planned_run import RunError
 _CACHE = "cache", "fewer --max-tokens or prompts"
 
 
-def build(config: Config, layout: Layout, device: torch.device) -> DecoderRank:
+def build(
+    config: Config,
+    layout: Layout,
+    device: torch.device,
+    rows_of: Callable[[Communicator], Communicator] = WholeRows,
+) -> DecoderRank:
     """Build this rank's part of a model, its weights not filled; collective over all ranks.
 
     Args:
-        config: validated, of one replica; train.seq_len is the rows of the largest pass.
+        config: validated; train.seq_len is the rows of the largest pass.
         layout: of it.
         device: where this rank computes.
+        rows_of: the tp ranks -> as layers exchange rows with them; by default every rank has all rows.
     """
     shape = Shape.of(config.parallel)
     link = link_device(device)
@@ -48,7 +55,7 @@ def build(config: Config, layout: Layout, device: torch.device) -> DecoderRank:
     comms = Communicators.of(mesh, config, device)
     comms.connect(link)
     dtype = getattr(torch, config.train.dtype)
-    parts = FastParts(config.model, WholeRows(comms.tp), replicas=comms.replica, dtype=dtype, device=device)
+    parts = FastParts(config.model, rows_of(comms.tp), replicas=comms.replica, dtype=dtype, device=device)
     with Uninitialized():
         model = Transformer(parts, chunks=layout.layers_of(mesh.at.pp))
     return DecoderRank(config, layout, mesh, comms, model.requires_grad_(False), device)

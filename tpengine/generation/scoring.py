@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from tpkernels.exchange.communicator import Communicator
-from tpkernels.ops.cross_entropy.operator import combine_partials, partials_of, token_losses
 
 from tpengine.config import Config
 from tpengine.distributed.launch import Launch
@@ -25,6 +23,7 @@ from tpengine.distributed.process import choose_device, to_device
 from tpengine.generation.rank import build, check_memory, rank_bytes
 from tpengine.layers.dropout import Position
 from tpengine.layers.rows import Documents
+from tpengine.layers.token_values import token_logprobs
 from tpengine.layout.step_plan import forward_plan, layout_of
 from tpengine.model.transformer import Transformer
 from tpengine.pipeline.executor import Executor
@@ -97,7 +96,8 @@ class ScoringRank:
             )
             more = num_logits * getattr(torch, train.dtype).itemsize
             on_all_ranks(lambda: check_memory(weights, more, device, _LOGITS))
-            self._ranks = build(config, layout, device)
+            # As in training, rows are cut over tp.
+            self._ranks = build(config, layout, device, lambda tp: tp)
             self._fill(self._ranks.model, config)
         except (RunError, ValueError) as problem:  # a CheckpointError is one
             return str(problem)
@@ -132,7 +132,7 @@ class ScoringRank:
             own_tokens,
             own_labels,
             documents,
-            lambda logits, of_batch: _token_logprobs(logits, of_batch, vocab_size, tp),
+            lambda logits, of_batch: token_logprobs(logits, of_batch, vocab_size, tp),
             ranks.model.position,
         )
         # Run the model, as a held-out loss does.
@@ -156,11 +156,3 @@ class ScoringRank:
         found = torch.stack([batch.found[number] for number in range(train.num_micro_batches)])
         values: NDArray[np.float32] = found.float().cpu().numpy().reshape(each, -1)
         return values
-
-
-def _token_logprobs(logits: Tensor, labels: Tensor, vocab_size: int, tp: Communicator) -> Tensor:
-    """Return log softmax(z[t, :V])[labels[t]] of this rank's columns z[T, V/tp], 0 where a label is ignored: [T]."""
-    first = tp.rank * logits.shape[1]
-    valid = min(max(vocab_size - first, 0), logits.shape[1])
-    partials = partials_of(logits, labels, first, valid)
-    return 0 - token_losses(combine_partials(tp.all_gather(partials[None])), labels, vocab_size)

@@ -40,6 +40,7 @@ from tpengine.layers.row import RowParallelLinear
 from tpengine.layers.rows import Documents, KeyValueCache
 from tpengine.layers.scores import Rotation, Scores
 from tpengine.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from tpengine.layers.width_norm import WidthNorm, norm_over_ranks
 
 __all__ = [
     "IGNORED_LABEL",
@@ -63,8 +64,10 @@ __all__ = [
     "Scores",
     "SwiGLU",
     "VocabParallelEmbedding",
+    "WidthNorm",
     "check_replicated",
     "clip_grad_norm_",
+    "norm_over_ranks",
     "placements_of",
     "replicate",
     "sharded",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 
 from tpengine.architectures.part import Part
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import Config, ModelConfig
+from tpengine.layout.groups import first_trained, frozen_of
+from tpengine.layout.parameters import EMBEDDING, HEAD, layer_specs
 from tpengine.plan import Recompute
 
 
@@ -15,6 +18,8 @@ def step_flops(config: Config, *, causal_half: bool, counts_again: bool = False)
     """Return the flops of one step over all replicas.
 
         3 * (2 * N_matmul * tokens + attention)        forward, and backward of twice as many
+
+    Backward of frozen weights, and of blocks below the lowest trained one, is not counted.
 
     Args:
         config: sizes, micro-batches, replicas.
@@ -31,10 +36,29 @@ def step_flops(config: Config, *, causal_half: bool, counts_again: bool = False)
         flops = number * part.flops(model, sequences, train.seq_len, causal_half=causal_half)
         blocks, attention = blocks + flops, attention + flops * part.is_computed_again
     forward = blocks + head
+    whole = 3 * forward - _left_out(config, sequences, causal_half=causal_half)
     if not counts_again:
-        return 3 * forward
+        return whole
     again = {Recompute.NONE: 0, Recompute.ATTENTION: attention, Recompute.BLOCK: blocks, Recompute.FULL: forward}
-    return 3 * forward + again[Recompute(config.parallel.recompute)]
+    return whole + again[Recompute(config.parallel.recompute)]
+
+
+def _left_out(config: Config, sequences: int, *, causal_half: bool) -> int:
+    """Return the flops of backward that frozen weights leave out: weight gradients, and all of it below the trained."""
+    model, seq, frozen = config.model, config.train.seq_len, frozen_of(config)
+    if not frozen:
+        return 0
+    flops, first = 0, first_trained(model, frozen)
+    for layer in range(model.num_layers):
+        if layer < first:
+            parts = architecture_of(model).block(model, layer).values()
+            flops += 2 * sum(part.flops(model, sequences, seq, causal_half=causal_half) for part in parts)
+            continue
+        matrices = [spec for spec in layer_specs(model, 1, layer) if spec.is_matrix and spec.name in frozen]
+        flops += 2 * sequences * seq * sum(math.prod(spec.shape) for spec in matrices)
+    if (EMBEDDING if model.tie_embeddings else HEAD) in frozen:
+        flops += architecture_of(model).ends(model).head_flops(model, sequences * seq)
+    return flops
 
 
 @functools.lru_cache(maxsize=64)

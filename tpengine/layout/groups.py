@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 
 from tpengine.config import Config, ModelConfig, ParameterGroup
-from tpengine.layout.parameters import EMBEDDING, HEAD, decays, hf_name, stage_specs
+from tpengine.layout.parameters import EMBEDDING, HEAD, POSITIONS, decays, hf_name, layer_specs, stage_specs
 
 # Names that a message lists at most.
 _MOST_NAMES = 3
@@ -45,6 +45,23 @@ def frozen_of(config: Config) -> frozenset[str]:
         ValueError: as check_groups.
     """
     return _grouped(config.model, config.optim.groups, config.optim.weight_decay)[1]
+
+
+@functools.lru_cache(maxsize=64)
+def first_trained(model: ModelConfig, frozen: frozenset[str]) -> int:
+    """Return the first layer that backward comes to: 0 where lookups are trained; their number where none is."""
+    if trains_lookup(model, frozen):
+        return 0
+    for layer in range(model.num_layers):
+        if any(spec.name not in frozen for spec in layer_specs(model, 1, layer)):
+            return layer
+    return model.num_layers
+
+
+def trains_lookup(model: ModelConfig, frozen: frozenset[str]) -> bool:
+    """Return whether the embedding or learned positions are trained."""
+    names = {spec.name for spec in stage_specs(model, 1, 0, 0)}
+    return any(name in names and name not in frozen for name in (EMBEDDING, POSITIONS))
 
 
 def check_groups(config: Config) -> None:

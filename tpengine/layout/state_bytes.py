@@ -7,14 +7,15 @@ With w bytes per weight, a bytes per element of promote_types(dtype, float32), a
     zero 2    w + (a + s + m) / d
     zero 3    (w + a + s + m) / d
 
-Buckets that are cut into slices are padded (layout/slices.py). Gathered weights, and gradients that are not summed yet,
-come on top while a step runs: the plan says when, and the simulator how much. In exact mode each replica adds whole
-gradients up, in a tree, at every stage.
+Of a frozen weight there is the weight alone: w, or w / d at stage 3. Buckets that are cut into slices are padded
+(layout/slices.py). Gathered weights, and gradients that are not summed yet, come on top while a step runs: the plan
+says when, and the simulator how much. In exact mode each replica adds whole gradients up, in a tree, at every stage.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from tpengine.config import Config, OptimConfig, num_blocks, num_shards_of
 from tpengine.config.exact_sizes import num_gradient_buffers
 from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
 from tpengine.dtypes import dtype_bytes
+from tpengine.layout.groups import frozen_of
 from tpengine.layout.parameters import Piece, leaf_parts, pieces_of, stage_specs
 from tpengine.layout.slices import BlockCut, parts_of, slice_numel
 from tpengine.layout.step_plan import Layout, gradient_bytes, reduced_of
@@ -52,7 +54,23 @@ class StateBytes:
 
 def num_weights(config: Config, layout: Layout, rank: int) -> int:
     """Return the elements of all weights that the tp ranks of pipeline rank `rank` hold each, not cut over replicas."""
-    return sum(math.prod(piece.block[1]) for piece in _pieces(config, layout, rank))
+    return _numel(_pieces(config, layout, rank))
+
+
+def num_trained(config: Config, layout: Layout, rank: int) -> int:
+    """Return those of `num_weights` that are not frozen."""
+    return _numel(_split(config, _pieces(config, layout, rank))[0])
+
+
+def _numel(pieces: Sequence[Piece]) -> int:
+    return sum(math.prod(piece.block[1]) for piece in pieces)
+
+
+def _split(config: Config, pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
+    """Return the pieces that are trained, and those that are frozen."""
+    frozen = frozen_of(config)
+    trained = [piece for piece in pieces if piece.spec.name not in frozen]
+    return trained, [piece for piece in pieces if piece.spec.name in frozen]
 
 
 def state_bytes(config: Config, layout: Layout, rank: int, replica: int = 0) -> StateBytes:
@@ -68,8 +86,8 @@ def state_bytes(config: Config, layout: Layout, rank: int, replica: int = 0) -> 
     elif layout.zero:
         held = _sliced(config, layout, rank, replica)
     else:
-        numel = num_weights(config, layout, rank)
-        held = _Elements(numel, numel, numel)
+        trained = num_trained(config, layout, rank)
+        held = _Elements(num_weights(config, layout, rank), trained, trained)
     return _in_bytes(held, config.train.dtype, config.optim)
 
 
@@ -110,7 +128,7 @@ class _Elements(NamedTuple):
 
 
 def _sliced(config: Config, layout: Layout, rank: int, replica: int) -> _Elements:
-    buckets, numel = layout.buckets_of(rank).values(), num_weights(config, layout, rank)
+    buckets, numel = layout.buckets_of(rank).values(), num_trained(config, layout, rank)
     slices = sum(slice_numel(bucket, layout.dp) for bucket in buckets)
     whole = layout.dp * slices
     parts = [part for bucket in buckets for part in parts_of(bucket, layout.dp, replica)]
@@ -118,7 +136,16 @@ def _sliced(config: Config, layout: Layout, rank: int, replica: int) -> _Element
     weights, used_weights = (slices, owned) if layout.zero == ZERO_OF_SLICED_WEIGHTS else (whole, numel)
     each = reduced_of(config) is Reduced.MICROBATCH
     gradients, used_gradients = (slices, owned) if each else (whole, numel)
-    return _Elements(weights, gradients, owned, weights - used_weights, gradients - used_gradients)
+    padding = weights - used_weights
+    # Frozen weights: whole, or sliced as the others are.
+    if layout.zero == ZERO_OF_SLICED_WEIGHTS:
+        for bucket in layout.frozen_buckets_of(rank).values():
+            size = slice_numel(bucket, layout.dp)
+            used = sum(part.in_slice.stop - part.in_slice.start for part in parts_of(bucket, layout.dp, replica))
+            weights, padding = weights + size, padding + size - used
+    else:
+        weights += num_weights(config, layout, rank) - numel
+    return _Elements(weights, gradients, owned, padding, gradients - used_gradients)
 
 
 def _exact(config: Config, layout: Layout, rank: int, replica: int) -> _Elements:
@@ -128,13 +155,16 @@ def _exact(config: Config, layout: Layout, rank: int, replica: int) -> _Elements
     """
     pieces, buckets = _pieces(config, layout, rank), layout.buckets_of(rank).values()
     numels = {piece.spec.name: math.prod(piece.block[1]) for piece in pieces}
-    numel = sum(math.prod(piece.block[1]) for piece in pieces)
+    trained, frozen = _split(config, pieces)
+    numel = _numel(pieces)
     gradients = num_gradient_buffers(num_blocks(config) // layout.dp) * sum(bucket.numel for bucket in buckets)
     if not layout.zero:
-        return _Elements(numel, gradients, numel)
-    cuts = [BlockCut.of(piece.name, numels[piece.spec.name], layout.dp) for piece in pieces]
+        return _Elements(numel, gradients, _numel(trained))
+    cuts, of_frozen = (
+        [BlockCut.of(piece.name, numels[piece.spec.name], layout.dp) for piece in of] for of in (trained, frozen)
+    )
     owned = sum(cut.owned_by(replica).stop - cut.owned_by(replica).start for cut in cuts)
-    own = sum(cut.size for cut in cuts)
+    own = sum(cut.size for cut in (*cuts, *(of_frozen if layout.zero == ZERO_OF_SLICED_WEIGHTS else ())))
     of_buffers = sum(
         BlockCut.of(leaf, numels[leaf_parts(leaf)[0]], layout.dp).size for bucket in buckets for leaf in bucket.names
     )

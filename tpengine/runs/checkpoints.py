@@ -47,6 +47,7 @@ class RunCheckpoints:
         planned: the run.
         run_dir: the run's directory on rank 0; None elsewhere.
         callbacks: of the run; None for none.
+        loss: the name of a loss of the user's own; empty for the next token's.
 
     Attributes:
         uploads: runs --train.after-checkpoint on rank 0; None elsewhere, and without it. Whoever has left the context
@@ -58,10 +59,15 @@ class RunCheckpoints:
     """
 
     def __init__(
-        self, state: TrainState, planned: PlannedRun, run_dir: Path | None, callbacks: Callbacks | None = None
+        self,
+        state: TrainState,
+        planned: PlannedRun,
+        run_dir: Path | None,
+        callbacks: Callbacks | None = None,
+        loss: str = "",
     ) -> None:
         self._state, self._planned, self._train = state, planned, planned.config.train
-        self._callbacks = callbacks
+        self._callbacks, self._loss = callbacks, loss
         self._saved_step: int | None = None
         # Of the checkpoint that is being written.
         self._written_step: int | None = None
@@ -270,6 +276,8 @@ class RunCheckpoints:
             saved["rollbacks"] = [rollback.to_json() for rollback in state.rollbacks]
         if held_out_loss is not None:
             saved["held_out_loss"] = held_out_loss
+        if self._loss:
+            saved["loss"] = self._loss
         self._failure = None
         self._saver.save(num_steps, blocks_of(state), saved)
         self._saved_step = self._written_step = num_steps

@@ -175,8 +175,11 @@ def held_out_losses(
 
     # Run the model, then sum over replicas and stages.
     whole = micro_batches_of(samples, seq_len, size, device)
-    state.model.keeps_hidden = not objective.is_plain
-    (forward or evaluation_pass(state)).run(to_device(whole.tokens, device), add, whole.documents)
+    keeps_hidden, state.model.keeps_hidden = state.model.keeps_hidden, not objective.is_plain
+    try:
+        (forward or evaluation_pass(state)).run(to_device(whole.tokens, device), add, whole.documents)
+    finally:
+        state.model.keeps_hidden = keeps_hidden
     state.rank.activity.begin("summing the held-out loss")
     comms.dp.all_reduce_(sums)
     comms.pp.all_reduce_(sums)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -21,6 +21,7 @@ from tpengine.plan import Plan, Residency
 from tpengine.runs.callbacks import Callback
 from tpengine.runs.restoring import Beginning
 from tpengine.training.elementwise import UpdateRule
+from tpengine.training.objective import Objective
 from tpengine.training.samples import Corpus
 
 
@@ -90,7 +91,7 @@ class Job:
     run_dir: Path | None
     checkpoint: Checkpoint | None
     beginning: Beginning | None = None
-    objective: Any = None
+    objective: Objective | None = None
     optimizer: UpdateRule | None = None
     callbacks: tuple[Callback, ...] = ()
 

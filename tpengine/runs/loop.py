@@ -16,7 +16,7 @@ from rich.console import Console
 from tpengine.checkpoint.resume import Checkpoint
 from tpengine.checkpoint.upload import Uploads
 from tpengine.distributed.agreement import broadcast_json
-from tpengine.distributed.process import differing_ranks, max_over_ranks, start, stop
+from tpengine.distributed.process import max_over_ranks, start, stop
 from tpengine.last_words import forget_last_words
 from tpengine.observe.activity import OtherRanks
 from tpengine.observe.console import ProgressLine, console_for, show_held_out, show_next
@@ -27,6 +27,7 @@ from tpengine.runs.callbacks import Callbacks
 from tpengine.runs.checkpoints import RunCheckpoints
 from tpengine.runs.job import Job, RunResult
 from tpengine.runs.opening import open_writer
+from tpengine.runs.own_parts import check_same_on_all_ranks, name_of_loss
 from tpengine.runs.profiler import Profiler
 from tpengine.runs.restoring import restore_newest
 from tpengine.runs.skipped_steps import SkippedSteps
@@ -119,7 +120,7 @@ class _Run:
 def _set_up(job: Job, watch: Watch) -> _Run:
     """Build the model and its groups, and restore the checkpoint if there is one; collective."""
     watch.activity.begin("building the model and its groups")
-    _check_own(job)
+    check_same_on_all_ranks(job.objective, job.optimizer, job.callbacks, job.device)
     draws = job.checkpoint is None and job.beginning is None
     trainer = Trainer(
         job.config,
@@ -145,7 +146,7 @@ def _set_up(job: Job, watch: Watch) -> _Run:
         state.draw_weights()
     trainer.enter_phase_of(0 if checkpoint is None else checkpoint.index.step)
     callbacks = Callbacks(job.callbacks, job.launch.rank, watch.activity, job.device)
-    checkpoints = RunCheckpoints(state, planned, job.run_dir, callbacks)
+    checkpoints = RunCheckpoints(state, planned, job.run_dir, callbacks, name_of_loss(job.objective))
     skipped = SkippedSteps(planned, watch.activity, job.run_dir)
     beginning = job.beginning if checkpoint is None else None
     spikes = SpikeAnswers(trainer, job.run_dir, checkpoints, beginning, job.wings.find_beginning)
@@ -153,21 +154,6 @@ def _set_up(job: Job, watch: Watch) -> _Run:
     decoder = partial(_decoder, job, console)
     evaluation = Evaluation(state, job.run_dir, console, decoder, first_step, trainer.objective)
     return _Run(job, watch, run_dir, console, callbacks, trainer, checkpoint, checkpoints, skipped, spikes, evaluation)
-
-
-def _check_own(job: Job) -> None:
-    """Compare, by name, what the user has given of their own over all ranks; collective.
-
-    Raises:
-        RunError: on all ranks alike.
-    """
-    own = [("loss", job.objective), ("optimizer", job.optimizer), *(("callback", each) for each in job.callbacks)]
-    named = [f"{what} {getattr(part, '__qualname__', type(part).__qualname__)}" for what, part in own]
-    if differing := differing_ranks(" ".join(named), job.device):
-        raise RunError(
-            f"all ranks must be given the same loss, metrics, optimizer and callbacks: ranks {differing} differ from "
-            "rank 0: call tpengine.run alike on every rank; a callback's on_first_rank_only has rank 0 alone call it"
-        )
 
 
 def _ranks_of(job: Job, state: TrainState, run_dir: Path) -> AwaitedRanks:
@@ -228,7 +214,7 @@ def _loop(run: _Run) -> tuple[RunResult, Uploads | None]:
                 seconds, wall_seconds, wall = max(seconds, now - begin), now - wall, now
                 record = _record(run, step, result, seconds, wall_seconds, waits)
                 watch.activity.begin("writing what it measured", timed=False)
-                if writer is not None:
+                if writer is not None or run.callbacks.are_given:
                     record |= state.part.corpus.train.progress(trainer.position_after(step))
                 is_applied_or_skipped = not result.spiked or spikes.skips
                 if is_applied_or_skipped:

@@ -1,5 +1,7 @@
 """The list of steps that were skipped because loss or gradient was not finite, and the limit of so many in a row.
 
+That a step is skipped is decided on the device (training/train_step.py: TrainStep._clip).
+
     skipped.jsonl    one JSON object per step, on disk as soon as it is skipped:
                      {"step": 13, "counted_from": 1, "samples": [384, 416], "layer": 3, "micro_batch": 1,
                       "tensor": "the gradient of model.layers.3.mlp.up_proj.weight", "loss": "2.25", "grad_norm": "nan"}

@@ -77,8 +77,9 @@ def read_samples(samples: SampleReader, numbers: Numbers, needs_tokens: bool) ->
     except ValueError as problem:
         return StepSamples(error=str(problem))
     digest = batch_digest(tokens, labels, starts, columns)
-    weights = columns.pop(WEIGHTS, None)
-    # Zero where a label is ignored; in float64, in which layouts agree on the sum.
+    stored = columns.pop(WEIGHTS, None)
+    weights = None if stored is None else stored.astype(np.float32, copy=False)
+    # Weights are zero where a label is ignored; in float64, in which layouts agree on the sum.
     count = float((labels != IGNORED_LABEL).sum() if weights is None else weights.sum(dtype=np.float64))
     return StepSamples(tokens, labels, tuple(starts), weights, columns, digest, count)
 

@@ -45,6 +45,12 @@ class LastOutput:
         self._documents, self._hidden, self._rows = documents, hidden, rows
         # By name, labels and whether autograd recorded it. Labels are kept, so that an id is theirs.
         self._known: dict[tuple[str, int, bool], tuple[Tensor | None, Tensor]] = {}
+        self._has_read_logits = False
+
+    @property
+    def has_read_logits(self) -> bool:
+        """Whether autograd has recorded something of the logits."""
+        return self._has_read_logits
 
     @property
     def num_tokens(self) -> int:
@@ -71,6 +77,7 @@ class LastOutput:
 
         Returns: [] in promote_types(dtype, float32).
         """
+        self._note_logits()
         return vocab_parallel_cross_entropy(
             self._logits,
             self._of_all(labels, IGNORED_LABEL, "labels"),
@@ -90,6 +97,7 @@ class LastOutput:
 
         def compute() -> Tensor:
             of_all = self._of_all(labels, IGNORED_LABEL, "labels")
+            self._note_logits()
             return self._part(token_logprobs(self._logits, of_all, self._vocab_size, self._tp))
 
         return self._once("logprobs", labels, compute)
@@ -99,14 +107,24 @@ class LastOutput:
 
         Cost: a gather of 3*T numbers; backward makes a tensor of the logits' size.
         """
-        return self._once("entropy", None, lambda: self._part(entropy(self._logits, self._vocab_size, self._tp)))
+
+        def compute() -> Tensor:
+            self._note_logits()
+            return self._part(entropy(self._logits, self._vocab_size, self._tp))
+
+        return self._once("entropy", None, compute)
 
     def logits(self) -> Tensor:
         """Return the logits of all columns, z[T, V], in their dtype.
 
         Cost: dear: every rank gathers and holds T*V elements, which `token_logprobs` and `entropy` spare.
         """
-        return self._once("logits", None, lambda: self._part(whole_logits(self._logits, self._vocab_size, self._tp)))
+
+        def compute() -> Tensor:
+            self._note_logits()
+            return self._part(whole_logits(self._logits, self._vocab_size, self._tp))
+
+        return self._once("logits", None, compute)
 
     def hidden(self) -> Tensor:
         """Return the hidden states in front of the head, behind the last norm: x[T, D], in the model's dtype.
@@ -147,6 +165,9 @@ class LastOutput:
         values = compute()
         self._known[name, id(labels), torch.is_grad_enabled()] = labels, values
         return values
+
+    def _note_logits(self) -> None:
+        self._has_read_logits |= torch.is_grad_enabled()
 
     def _part(self, of_all: Tensor) -> Tensor:
         return of_all if self._rows is None else of_all[self._rows]

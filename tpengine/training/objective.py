@@ -71,7 +71,7 @@ Count = Callable[[MicroBatch], float]
 Metric = Callable[[LastOutput, MicroBatch], "Tensor | float | tuple[Tensor | float, Tensor | float]"]
 
 
-class Evaluated(NamedTuple):
+class ObjectiveValues(NamedTuple):
     """What an objective is for a micro-batch.
 
     Attributes:
@@ -130,7 +130,7 @@ class Objective:
         """Whether nothing is a user's own, so that nothing need be checked or kept for it."""
         return isinstance(self.loss, NextToken) and self.count is None and not self.metrics
 
-    def evaluate(self, output: LastOutput, batch: MicroBatch, count: float) -> Evaluated:
+    def evaluate(self, output: LastOutput, batch: MicroBatch, count: float) -> ObjectiveValues:
         """Compute loss and metrics of a micro-batch.
 
         Args:
@@ -141,11 +141,16 @@ class Objective:
         """
         assert self.loss is not None, "resolve the objective first"
         if self.is_plain:
-            return Evaluated(self.loss(output, batch))
+            return ObjectiveValues(self.loss(output, batch))
         loss = _called("the loss", functools.partial(self.loss, output, batch))
         if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
             raise ObjectiveError(
                 f"a loss is one number, the sum over its micro-batch: got {_told(loss)}: return its sum"
+            )
+        if loss.dtype.itemsize < 4:
+            raise ObjectiveError(
+                f"a loss is summed in at least 32 bits: got {loss.dtype}, which would round every gradient: take "
+                ".float() of the values before their sum"
             )
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ObjectiveError(
@@ -154,7 +159,7 @@ class Objective:
             )
         with torch.no_grad():
             found = [_metric(name, metric, output, batch, count) for name, metric in self.metrics.items()]
-        return Evaluated(loss, tuple(found))
+        return ObjectiveValues(loss, tuple(found))
 
     def count_of(self, batch: MicroBatch) -> float:
         """Return what a micro-batch adds to what the loss is divided by.
@@ -191,7 +196,7 @@ def resolved(objective: Objective | None, train: TrainConfig) -> Objective:
     objective = objective or Objective()
     if objective.loss is None:
         objective = replace(objective, loss=NextToken(train.label_smoothing, train.z_loss))
-    elif not isinstance(objective.loss, NextToken) and (train.label_smoothing or train.z_loss):
+    elif objective.loss != NextToken(train.label_smoothing, train.z_loss) and (train.label_smoothing or train.z_loss):
         raise ValueError(
             f"train.label_smoothing {train.label_smoothing:g} and train.z_loss {train.z_loss:g} are of the next-token "
             "loss, which a loss of your own replaces: leave them 0, and pass them to output.cross_entropy"
@@ -212,7 +217,8 @@ def _metric(
     if len(pair) != 2 or any(not isinstance(part, int | float) and _told(part) != "a number" for part in pair):
         told = ", ".join(map(_told, pair))
         raise ObjectiveError(f"a metric is one number, a sum, or a sum and a count: {name} gave {told}: return its sum")
-    return pair
+    of_sum, of_count = (part.detach() if isinstance(part, Tensor) else part for part in pair)
+    return of_sum, of_count
 
 
 def _told(value: object) -> str:

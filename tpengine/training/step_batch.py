@@ -28,7 +28,7 @@ from tpengine.distributed.process import link_device, to_device
 from tpengine.layers.rows import Documents
 from tpengine.training.ahead import ReadAhead, StepSamples
 from tpengine.training.objective import MicroBatch, Objective, ObjectiveError, resolved
-from tpengine.training.samples import SamplePosition, SampleReader, first_sample_index
+from tpengine.training.samples import WEIGHTS, SamplePosition, SampleReader, first_sample_index
 
 READING = "reading its text"
 """What a rank does while it waits for its samples; it then waits for no other rank."""
@@ -152,8 +152,8 @@ class StepBatch:
         if self.counts:
             return f"a step's count must be above 0: that of step {step + 1} is 0: change the data, or what is counted"
         return (
-            f"a step needs at least one valid target: all labels of step {step + 1} are ignored: "
-            "change --data.ignore-token"
+            f"a step needs at least one valid target: all labels of step {step + 1} are ignored, or their weights are "
+            "0: change --data.ignore-token, or the text's weights"
         )
 
 
@@ -178,6 +178,12 @@ def micro_batches_of(samples: StepSamples, seq_len: int, micro_batch_size: int, 
         {name: cut(column) for name, column in samples.columns.items()},
         seq_len,
     )
+
+
+def _zeros(column: Any, tokens: Tensor) -> Tensor:
+    """Return zeros instead of the values of a column, for tokens [micro-batches, T]."""
+    width = () if column.width == 1 else (column.width,)
+    return torch.from_numpy(np.zeros((*tokens.shape, *width), dtype=column.dtype))
 
 
 def documents_of(
@@ -234,7 +240,7 @@ class BatchReader:
         self._position, self._end_step = position or self._after_equal_steps, end_step
         self._reads = mesh.at.pp in ends
         self.needs_samples = self._reads or samples.packs
-        self._ahead = ReadAhead(samples, self._reads)
+        self._ahead, self._columns = ReadAhead(samples, self._reads), samples.columns
         self._taken: tuple[int, StepSamples] | None = None
         self.seconds = 0.0
 
@@ -281,7 +287,12 @@ class BatchReader:
             # A rank that cannot read goes on with zeros and ignored labels; one that needs none has none.
             tokens = torch.zeros(train.num_micro_batches if self._reads else 0, size * seq_len, dtype=torch.int64)
             documents = documents_of(found.starts, seq_len, size, self._device)
-            given = MicroBatches(tokens, torch.full_like(tokens, IGNORED_LABEL), documents, seq=seq_len)
+            columns = {column.name: _zeros(column, tokens) for column in self._columns}
+            weights = columns.pop(WEIGHTS, None)
+            ignored = torch.full_like(tokens, IGNORED_LABEL)
+            given = MicroBatches(
+                tokens, ignored, documents, None if weights is None else weights.float(), columns, seq=seq_len
+            )
         # What the loss is divided by, if it is the user's to say.
         if mine.status == _READ and not self._objective.is_plain:
             try:

@@ -59,7 +59,7 @@ class TrainingBatch:
         self._first_number = mesh.at.dp * num_micro_batches
         num_rows, num_places = 1 + 2 * len(objective.metrics), mesh.shape.dp * num_micro_batches
         self.sums = torch.zeros(num_rows, num_places, dtype=torch.float64, device=device)
-        self.losses = self.sums[0]
+        self.losses, self._no_metrics = self.sums[0], self.sums.new_empty(0)
         model.keeps_hidden = not objective.is_plain
         # Whether numbers of tp ranks are compared; and what was computed of this step on the last stage.
         self._compares = not objective.is_plain and tp.size > 1
@@ -100,13 +100,16 @@ class TrainingBatch:
         try:
             found = self._objective.evaluate(output, batch, count)
         except ObjectiveError as error:
-            self.error = str(error)
+            self.error, self.losses[number] = str(error), torch.nan
             return y.flatten()[0] * torch.nan
         self.losses[number] = found.loss.detach()
         for row, numbers in enumerate(found.metrics):
             for part, value in enumerate(numbers):
                 self.sums[1 + 2 * row + part, number] = value
-        return found.loss
+        if self._objective.is_plain or output.has_read_logits:
+            return found.loss
+        # A loss of hidden states alone: backward goes through the head all the same, whose gradient is awaited.
+        return found.loss + y.flatten()[:0].sum().to(found.loss.dtype)
 
     def sum_over_replicas(self, dp: Communicator) -> tuple[Tensor, Tensor]:
         """Sum the step's numbers over replicas; collective over them, on the last stage.
@@ -115,9 +118,12 @@ class TrainingBatch:
         """
         dp.all_reduce_(self.sums)
         loss = self.losses.sum() * self.step.loss_scale
-        of_metrics, counts = self.sums[1:].sum(1).view(-1, 2).unbind(1)
-        means = of_metrics / counts
-        self._found = torch.cat([loss[None], means])
+        means = self._no_metrics
+        if self._objective.metrics:
+            of_metrics, counts = self.sums[1:].sum(1).view(-1, 2).unbind(1)
+            means = of_metrics / counts
+        if self._compares:
+            self._found = torch.cat([loss[None], means])
         return loss, means
 
     @property
@@ -149,7 +155,9 @@ class TrainingBatch:
             return "a rank's loss cannot be used"
         names = ["the loss", *(f"metric {name}" for name in self._objective.metrics)]
         for name, high, low in zip(names, numbers[: len(names)], numbers[len(names) :], strict=False):
-            if high + low > _MOST_APART * max(abs(high), abs(low)):
+            # A metric may be a sum whose parts cancel; a loss is what is trained on.
+            least = 0.0 if name == names[0] else 1.0
+            if high + low > _MOST_APART * max(abs(high), abs(low), least):
                 return (
                     f"all tp ranks must compute the same: {name} is {-low:g} on one and {high:g} on another: make it "
                     "of the output's values and the batch alone, and of nothing that depends on the rank"

@@ -391,7 +391,9 @@ class TrainStep:
         if self.state.model.is_last:
             loss, metrics = self.batch.sum_over_replicas(self.state.rank.comms.dp)
             if self.state.rank.mesh.at.tp == 0 and (self.state.sliced is None or self.state.rank.mesh.at.dp == 0):
-                figures[:num], figures[-1] = metrics, loss
+                figures[-1] = loss
+                if num:
+                    figures[:num] = metrics
         self.state.rank.comms.tp.all_reduce_(figures)
         self.state.rank.comms.pp.all_reduce_(figures)
         if self.state.sliced is not None:

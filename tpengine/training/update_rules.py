@@ -207,8 +207,14 @@ def _check_update(rule: UpdateRule, states: Sequence[str]) -> None:
 
     def updated(of: slice) -> dict[str, Tensor]:
         given = weight[of].clone(), gradient[of].clone(), {name: tensor[of].clone() for name, tensor in kept.items()}
-        new_weight, new = rule.update(*given, numbers)
-        result = {"the weight": new_weight, **new}
+        try:
+            new_weight, new = rule.update(*given, numbers)
+            result = {"the weight": new_weight, **new}
+        except Exception as error:
+            raise ValueError(
+                f"an optimizer's update must work on 1 to {size} elements: that of {rule.name} fails: "
+                f"{type(error).__name__}: {error}: correct it, and give an object, not its class"
+            ) from error
         if result.keys() != {"the weight", *states} or any(
             not isinstance(x, Tensor) or x.shape != given[0].shape or x.dtype != given[0].dtype for x in result.values()
         ):

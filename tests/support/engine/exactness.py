@@ -27,6 +27,7 @@ from tpengine.config import (
     validate,
 )
 from tpengine.data import open_corpus
+from tpengine.layout.groups import frozen_of
 from tpengine.layout.parameters import pieces_of, stage_specs
 from tpengine.runs.trainer import Trainer
 
@@ -143,7 +144,10 @@ def digests_of(trainer: Trainer) -> dict[Key, str]:
         if name in trainer.state.weights:
             tensors = {"weight": trainer.state.weights[name], "gradient": trainer.state.gradients.of[name]}
             tensors |= trainer.state.optimizer.state_of(name)
-        for kind, dtype in kinds.items():
+        elif name in trainer.state.frozen:
+            tensors = {"weight": trainer.state.frozen[name]}
+        is_trained = trainer.state.model.held[name].requires_grad
+        for kind, dtype in kinds.items() if is_trained else [("weight", None)]:
             dtype = trainer.state.model.held[name].dtype if kind == "weight" else dtype
             found = whole(trainer.state, name, tensors.get(kind), dtype)
             digests[piece.spec.name, piece.holder // piece.num_holders, kind] = digest(found)
@@ -183,7 +187,7 @@ def merge(config: Config, found: Sequence[Found]) -> Bits:
         (spec.name, piece.holder // piece.num_holders, kind)
         for spec in stage_specs(config.model, size, 0, config.model.num_layers)
         for piece in pieces_of(spec, size, range(size))
-        for kind in kinds
+        for kind in (["weight"] if spec.name in frozen_of(config) else kinds)
     }
     assert digests.keys() == table, f"not what the table has: {sorted(digests.keys() ^ table)}"
     return Bits(numbers, digests)

@@ -1,4 +1,5 @@
-"""A user's own script: flags, and a callback that writes what it is told to `told-RANK.txt` in the working directory.
+"""A user's own script: flags, and a callback that writes what it is told to `told-RANK.txt` in the working directory,
+and the names of a step's numbers to `named-RANK.txt`.
 
 `FAIL=<method>:<rank>:<step>` has the callback raise there; `ALIKE=no` gives it to rank 0 alone.
 """
@@ -21,6 +22,7 @@ class Mine(tpengine.Callback):
 
     def after_step(self, numbers: Mapping[str, Any]) -> None:
         self._take("after_step", numbers["step"], numbers["loss"])
+        Path(f"named-{RANK}.txt").write_text(" ".join(numbers))
 
     def after_evaluation(self, numbers: Mapping[str, Any]) -> None:
         self._take("after_evaluation", numbers["step"], numbers["held_out_loss"])

@@ -108,6 +108,18 @@ def test_mistral_has_one_window_for_all_layers() -> None:
     assert read(values) == read(PUBLISHED["Mistral 7B v0.1"][0])
 
 
+@pytest.mark.parametrize("old_name", ["su", "yarn"])
+def test_longrope_of_phi_has_old_names(old_name: str) -> None:
+    values = {
+        **PUBLISHED["Phi-3 mini 4k"][0],
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+    }
+    rope = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    old, new = (read({**values, "rope_scaling": {"type": name, **rope}}) for name in (old_name, "longrope"))
+    assert old == new is not None
+
+
 def _others(value: Any) -> list[Any]:
     match value:
         case bool():

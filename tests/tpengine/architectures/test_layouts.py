@@ -74,7 +74,7 @@ def config(
     given = dict(SIZES) if architecture != "gpt2" else {}
     if architecture in ("qwen2", "phi3"):
         del given["head_dim"]
-    theirs = drawn_config(architecture, 1, **{**given, "vocab_size": 250, **PARTS[architecture]})
+    theirs = drawn_config(architecture, 1, **{**given, "vocab_size": 250, **PARTS.get(architecture, {})})
     base = config_of(*layout, tied=False, kv_heads=4, schedule=schedule, num_layers=4, zero=zero)
     base = replace(base, model=model_of(config_json(theirs)), train=replace(base.train, reduction=reduction))
     return validate(base, layout[0] * layout[1] * layout[2])

@@ -49,7 +49,7 @@ def test_a_file_and_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert said == (
         f"{out}: {len(file.tokens)} tokens of 2 conversations, the longest of {longest}; {trained} are trained "
         f"on ({train_on}), vocabulary {file.vocab_size}; train on it with --data.path {out} --model.vocab-size "
-        f"{file.vocab_size} --data.packing documents"
+        f"{file.vocab_size} --data.packing fit, behind tpengine data --fit SEQ_LEN {out}"
     )
     # Whole conversations in samples, as packing `fit` takes them.
     assert main(["data", "--fit", str(longest), str(out), "--held-out-fraction", "0"]) == 0

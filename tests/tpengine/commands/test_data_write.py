@@ -193,9 +193,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
 HELD_UP = """
 import sys, time
 from tpengine.cli import main
-from tpengine.data.documents import Documents
+from tpengine.data.documents import DocumentReader
 
-read = Documents.__iter__
+read = DocumentReader.__iter__
 
 def held_up(documents):
     for number, piece in enumerate(read(documents)):
@@ -203,7 +203,7 @@ def held_up(documents):
             time.sleep(1e6)
         yield piece
 
-Documents.__iter__ = held_up
+DocumentReader.__iter__ = held_up
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -70,6 +70,17 @@ def test_runs_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "one, step 3: rollback <b>" in titles
 
 
+def test_metrics_of_a_runs_own_are_drawn_behind_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = a_run(tmp_path / "run")
+    own = {"metric/right": 0.5, "held_out_metric/right": 0.25, "held_out_metric/right/source": 1.0, "other": 1.0}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"step": 5, "loss": 1.0, **own}) + "\n")
+    assert [name for name, *_ in watch.panels_of([read_history(run)])][-2:] == ["held_out_metric/right", "metric/right"]
+    assert main(["watch", str(run), "--once"]) == 0
+    said = capsys.readouterr().out
+    assert "held-out right" in said and "other" not in said and "source" not in said
+
+
 def test_a_run_that_died_is_told_from_one_that_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -287,6 +287,7 @@ BAD = [
     ),
     ("[[phase]]\nmodel.vocab_size = 64\n", "a phase cannot change model.vocab_size"),
     ("[[phase]]\nparallel.tp = 2\n", "a phase cannot change parallel.tp"),
+    ("[[phase]]\noptim.name = 'lion'\n", "a phase cannot change optim.name, which is the whole run's"),
     ("[[phase]]\ntrain.num_micro_batches = 2\n", "phase 1 has train.num_micro_batches: use micro_batches"),
     ("[[phase]]\ntrain.seqlen = 64\n", "unknown key train.seqlen in phase 1: did you mean train.seq_len?"),
     ("[[phase]]\nmicro_batch = 4\n", "unknown key micro_batch in phase 1: did you mean micro_batches?"),

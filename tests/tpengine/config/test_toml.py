@@ -52,7 +52,9 @@ def takes(hint: Any) -> set[str]:
         return set()  # none of the values above is a choice
     kinds = [typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,)]
     if typing.get_origin(hint) is tuple:
-        # The arrays above are of a number, and of a truth.
+        # The arrays above are of a number, and of a truth; groups of parameters are tables.
+        if dataclasses.is_dataclass(typing.get_args(hint)[0]):
+            return set()
         return {"mixed array"} if typing.get_args(hint)[0] is bool else {"array"}
     return set().union(*(TAKES.get(kind, set()) for kind in kinds))
 

@@ -187,6 +187,12 @@ def test_lines_of_a_file(tmp_path: Path, template_of: Any) -> None:
     )
 
 
+def test_marks_around_nothing_are_no_answer(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}<|im_end|>{% generation %}{% endgeneration %}{% endfor %}"
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 7 has only answers without a token: "):
+        ours(ChatTemplate(chat_tokenizer(tmp_path, "chatml", chat_template=template)), talk("a", "b"))
+
+
 def test_a_role_that_the_template_refuses(template_of: Any) -> None:
     for messages in (talk("a", "b", system="c"), [{"role": "assistant", "content": "a"}]):
         with pytest.raises(ValueError) as refused:

@@ -94,7 +94,7 @@ class Alone(BatchReader):
 
     def _gathered(self, mine: Report) -> Tensor:
         shape = self._mesh.shape
-        return torch.tensor(mine).expand(shape.pp, shape.dp, shape.tp, len(mine))
+        return mine.packed().expand(shape.pp, shape.dp, shape.tp, len(mine))
 
 
 def step_of(config: Config, corpus: Corpus, layout: tuple[int, int, int], step: int) -> NDArray[np.int64]:
@@ -116,7 +116,9 @@ def step_of(config: Config, corpus: Corpus, layout: tuple[int, int, int], step: 
         )
         batch = reader.read(step)
         assert not batch.error
-        found.append(np.stack([part.numpy().reshape(-1, train.seq_len) for part in (batch.tokens, batch.labels)]))
+        found.append(
+            np.stack([part.numpy().reshape(-1, train.seq_len) for part in (batch.given.tokens, batch.given.labels)])
+        )
     return np.concatenate(found, axis=1)
 
 

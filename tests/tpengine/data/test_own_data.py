@@ -78,6 +78,7 @@ def test_samples_are_known_by_some_of_them_or_by_what_they_say() -> None:
         ([9], {}, "1 samples, data.held_out_fraction 0.25 of them held out"),
         ([9] * 8, {"held_out_fraction": 0.0}, "8 samples, data.held_out_fraction 0 of them held out"),
         ([9] * 8, {"held_out": "x"}, "own samples hold out their last ones: got data.held_out x too"),
+        ([9] * 8, {"columns": "ref"}, "columns lie beside token files: got data of your own, and data.columns ref"),
         ([9] * 8, {"packing": "documents"}, "--data.packing documents needs token files, which say where documents"),
         ([9] * 8, {"mixture": "m.toml"}, "a run trains on one text: got data of your own, and m.toml"),
         ([9] * 60, {}, "data[50]: tokens must be at least 0 and below model.vocab_size: got 50"),
@@ -99,3 +100,44 @@ def test_a_table_is_samples_and_a_sample_of_another_form_is_refused() -> None:
     with pytest.raises(ValueError) as error:
         open_own([{"tokens": 3}] * 9, CONFIG)
     assert "a sample must be integers in one row: data[0] is object []: return its tokens" in str(error.value)
+
+
+class Fails:
+    """Fails where it is asked to."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+
+    def _answer(self, asked: str, answer: Any) -> Any:
+        if asked == self.at:
+            raise OSError("gone")
+        return answer
+
+    def __len__(self) -> int:
+        return int(self._answer("len", 40))
+
+    def __getitem__(self, number: int) -> Any:
+        return np.zeros(9, dtype=np.int64)
+
+    def fingerprint(self) -> str:
+        return str(self._answer("fingerprint", "mine"))
+
+
+class NoArray:
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        raise TypeError("on another device")
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (Fails("len"), "data must be readable: len(data) fails: OSError: gone: correct it"),
+        (Fails("fingerprint"), "data must be readable: data.fingerprint() fails: OSError: gone: correct it"),
+        (NoArray(), "data must be readable: numpy.asarray(data) fails: TypeError: on another device"),
+    ],
+    ids=["len", "fingerprint", "array"],
+)
+def test_an_object_that_fails_is_said_in_one_line(own: Any, said: str) -> None:
+    with pytest.raises(ValueError) as error:
+        open_own(own, CONFIG)
+    assert said in str(error.value) and "\n" not in str(error.value)

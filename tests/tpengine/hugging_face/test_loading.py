@@ -129,8 +129,9 @@ def test_the_installed_transformers_loads_what_was_trained(ranks: RankPool, tmp_
     check_loaded(tmp_path / "logits", expected, transformers.__version__)
 
 
+# Those that OLDEST knows.
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", [name for name in CONFIGS if name not in ("smollm3", "olmo3", "ministral3")])
 def test_transformers_4_loads_what_was_trained(
     ranks: RankPool, tmp_path: Path, python_4: Path, architecture: str
 ) -> None:

@@ -444,7 +444,14 @@ def test_every_layer_is_exported_and_says_how_its_own_parameters_lie() -> None:
     assert len(kinds) >= 11
     assert {kind.__name__ for kind in kinds} <= exported
     assert all(hasattr(tpengine.layers, name) for name in exported)
-    sizes = {"Attention": (D, HEADS, 2), "RMSNorm": (D,), "LayerNorm": (D,), "OffsetRMSNorm": (D,), "Norm": (D,)}
+    sizes = {
+        "Attention": (D, HEADS, 2),
+        "RMSNorm": (D,),
+        "LayerNorm": (D,),
+        "OffsetRMSNorm": (D,),
+        "Norm": (D,),
+        "WidthNorm": (D,),
+    }
     for kind in kinds:
         options = {name for name in inspect.signature(kind).parameters if name == "bias" or name.endswith("_bias")}
         made: Any = kind

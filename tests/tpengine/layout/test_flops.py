@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tpengine.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from tpengine.config import Config, ModelConfig, OptimConfig, ParallelConfig, ParameterGroup, TrainConfig
 from tpengine.config.settings import ModelDetails
-from tpengine.layout.flops import step_flops
+from tpengine.layout.flops import layer_flops, step_flops
 from tpengine.layout.parameters import num_parameters
 
 
@@ -61,9 +61,10 @@ def test_model_flops_are_palms() -> None:
 
 def test_scores_outside_of_a_window_are_not_counted() -> None:
     """Of 4 layers 3 have a window of 16 tokens: the flops that are missing are those of the pairs outside of it."""
-    whole = gpt(4, 256, 4, 128, 2, 1000)
+    of_gpt = gpt(4, 256, 4, 128, 2, 1000)
+    whole = replace(of_gpt, model=replace(of_gpt.model, architecture="mistral"))
     details = replace(whole.model.details, windows=(16, 16, 0, 16))
-    narrow = replace(whole, model=replace(whole.model, architecture="mistral", details=details))
+    narrow = replace(whole, model=replace(whole.model, details=details))
     inside = sum(min(query + 1, 16) for query in range(128))
     missing = 3 * 3 * 4 * 256 * 2 * (128 * 128 // 2 - inside)
     assert step_flops(whole, causal_half=True) - step_flops(narrow, causal_half=True) == missing
@@ -79,3 +80,18 @@ def test_what_is_computed_again_is_counted_once_more() -> None:
     assert none == step_flops(gpt(4, 256, 4, 128, 2, 1000), causal_half=True) and none % 3 == 0
     assert full - none == none // 3 and full - block == head
     assert attention - none == 4 * (2 * 4 * 256 * 256 * tokens + 4 * 256 * 128 * tokens // 2)
+
+
+def test_backward_of_frozen_weights_is_not_counted() -> None:
+    """Below the lowest trained weight nothing of backward; above it the weight gradients of what is trained."""
+    whole = gpt(4, 256, 4, 128, 2, 1000)
+    tokens, matrices = 2 * 128, {"up": 1024 * 256, "q": 256 * 256}
+    mixed = replace(whole, optim=OptimConfig(groups=(ParameterGroup("model.layers.[12].mlp.up*.weight", frozen=True),)))
+    missing = step_flops(whole, causal_half=False) - step_flops(mixed, causal_half=False)
+    assert missing == 2 * 2 * tokens * matrices["up"]
+    patterns = "model.embed_*", "model.layers.[0-2].*", "*.q_proj.weight"
+    below = replace(whole, optim=OptimConfig(groups=tuple(ParameterGroup(of, frozen=True) for of in patterns)))
+    block, _ = layer_flops(whole.model, 0, 128)
+    head = 2 * 1000 * 256 * tokens
+    missing = step_flops(whole, causal_half=True) - step_flops(below, causal_half=True)
+    assert missing == 3 * 2 * 2 * block + head + 2 * tokens * matrices["q"]

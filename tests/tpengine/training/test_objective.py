@@ -8,17 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
-from support.engine.own_loss import OWN, Found, by_engine, by_hand, evaluated
+from support.engine.own_loss import OWN, Found, by_engine, by_hand, evaluated, numbers_by_hand
 from support.engine.parity import compare, config_of
+from support.mixtures import write_mixture
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.model.parts import FastParts
+from tpengine.model.transformer import Transformer
+from tpengine.runs.evaluation import held_out_losses
 from tpengine.runs.trainer import Trainer
 from tpengine.training.last_output import LastOutput
 from tpengine.training.objective import MicroBatch, Objective, resolved
@@ -93,6 +100,47 @@ def test_a_scaled_loss_has_the_norm_of_an_unscaled_one(ranks: RankPool, referenc
         assert first[2] is not None and first[2] > 1
         assert first[:2] == pytest.approx(reference[0][0][:2], rel=2e-2)
         assert entropies[0] == pytest.approx(reference[0][0][2], rel=2e-2)
+
+
+def mixed(config: Config) -> dict[str, float]:
+    trainer = Trainer(config, open_corpus(config), CPU, objective=OWN)
+    found = held_out_losses(trainer.state, None, trainer.objective)
+    assert found.of_all is not None
+    of_source = {f"loss/{name}": loss for name, loss in found.of_source.items()}
+    return {"loss": found.of_all, **of_source, **found.metrics}
+
+
+def mixed_by_hand(config: Config) -> dict[str, float]:
+    """Of each source its own samples alone; of all, the mean by the sources' shares."""
+    net = Transformer(FastParts(config.model, Communicator(None), dtype=torch.float64))
+    net.initialise(config.train.seed)
+    held_out, found = open_corpus(config).held_out, dict[str, float]()
+    numbers = np.arange(config.train.eval_samples)
+    tokens, labels = (torch.from_numpy(of) for of in held_out.read(numbers))
+    sources, names = torch.from_numpy(held_out.place(numbers)[0]), ("loss", "entropy", "right", "logprob")
+    for place, source in enumerate(held_out.names):
+        of = sources == place
+        values = numbers_by_hand(net, tokens[of], labels[of], config.model.vocab_size)
+        found |= {
+            f"{name}/{source}": float(total) / float(count)
+            for name, total, count in zip(names, values[::2], values[1::2], strict=True)
+        }
+    for name in names:
+        of_sources = [found[f"{name}/{source}"] for source in held_out.names]
+        found[name] = float(np.average(of_sources, weights=held_out.shares))
+    return found
+
+
+def test_a_source_of_a_mixture_is_evaluated_alone(ranks: RankPool, tmp_path: Path) -> None:
+    """Its samples lie beside others' in a micro-batch, and the last one is filled up with what does not count."""
+    mixture = write_mixture(tmp_path, [[900] * 2, [700] * 2], [3, 1], vocab_size=250)
+    one, two = (
+        replace(config, data=replace(config.data, path="", mixture=str(mixture), held_out_fraction=0.3))
+        for config in (small(1, 1, 1), small(1, 2, 1))
+    )
+    (want,) = ranks.run(mixed_by_hand, 1, one)
+    for found in ranks.run(mixed, 2, two):
+        assert found == pytest.approx(want, rel=1e-9)
 
 
 def plain(config: Config, metrics: bool) -> list[tuple[float, float]]:

@@ -15,6 +15,7 @@ from tpengine.config import Config, ParallelConfig
 from tpengine.config.lengths import MOST_MICRO_BATCHES
 from tpengine.config.ranges import MOST_SEQUENCES, divisors
 from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
+from tpengine.layout.groups import frozen_of
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
 from tpengine.planner.machine import Machine
 
@@ -68,6 +69,12 @@ class Question:
             raise ValueError(
                 f"a step needs a rank and a sequence: got {self.num_ranks} ranks and a global batch of "
                 f"{self.global_batch}: use at least 1 of each"
+            )
+        if frozen := frozen_of(self.base):
+            raise ValueError(
+                "layouts are compared of runs that train all weights, since their bounds are of those: optim.groups "
+                f"freeze {len(frozen)} parameters: use tpengine schedule for a layout of your own, or leave frozen "
+                "groups out"
             )
         # Refused here by name: a rate that the machine does not have.
         self.machine.peak(self.base.train.dtype)

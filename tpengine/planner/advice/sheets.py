@@ -17,7 +17,7 @@ from tpengine.architectures.part import MASK, Kept, Sizes
 from tpengine.config import Config, optimizer_kind, validate
 from tpengine.dtypes import dtype_bytes
 from tpengine.layout.flops import step_flops
-from tpengine.layout.state_bytes import num_weights, state_bytes
+from tpengine.layout.state_bytes import num_trained, num_weights, state_bytes
 from tpengine.layout.step_plan import Layout, gradient_bytes, layout_of, training_plan
 from tpengine.layout.update_work import state_item_bytes
 from tpengine.plan import Kind, Plan, Recompute, Residency, Timeline
@@ -179,11 +179,13 @@ def memory_lines(sheet: Sheet) -> Iterator[str]:
     narrow, wide = dtype_bytes(config.train.dtype), gradient_bytes(config.train.dtype)
     shares = [f" / dp {layout.dp}" if layout.zero >= stage else "" for stage in (3, 2, 1)]
     for rank, memory in enumerate(sheet.memory):
-        numel, state = num_weights(config, layout, rank), state_bytes(config, layout, rank)
-        yield f"rank {rank}: {numel:,} weights"
+        num, state = num_weights(config, layout, rank), state_bytes(config, layout, rank)
+        trained = num_trained(config, layout, rank)
+        yield f"rank {rank}: {num:,} weights{f', {num - trained:,} of them frozen' if trained < num else ''}"
         moments = len(optimizer_kind(config.optim).states), state_item_bytes(config.optim, config.train.dtype)
         kinds = (("weights", 1, narrow), ("gradients", 1, wide), ("masters", 1, wide), ("moments", *moments))
         for (name, times, item), share in zip(kinds, (*shares, shares[-1]), strict=True):
+            numel = num if name == "weights" else trained
             formula = f"{numel:,} x {times} x {item}" if times > 1 else f"{numel:,} x {item}"
             # Exact mode cuts by blocks of its own, and has gradients in the trees that add them up (exact_sizes.py).
             if config.train.reduction == "exact" and (layout.zero or name == "gradients"):
@@ -209,20 +211,28 @@ def memory_lines(sheet: Sheet) -> Iterator[str]:
 
 def _block_lines(sheet: Sheet) -> Iterator[str]:
     config, chunk = sheet.config, sheet.plan.chunks[0]
+    # Without groups: of a block that is trained.
     block = BlockBytes.of(Sizes.of(config, sheet.layout.tp, chunk.gathered), 0)
     recompute, s = Recompute(config.parallel.recompute), block.s
     x = f"t D e = {s.own_tokens} x {s.hidden} x {s.item}"
     yield f"a block keeps of a micro-batch from F to B, with recompute {recompute.value}:"
-    yield _line("its input", x, s.x)
+    if _shows_input(block, 0, recompute):
+        yield _line("its input", x, s.x)
     keeps_parts = recompute in (Recompute.NONE, Recompute.ATTENTION)
     for place in range(len(block.halves) - 1, -1, -1) if keeps_parts else ():
         half = block.halves[place]
-        if place > 0 and block.keeps_input(place, recompute):
+        if place > 0 and _shows_input(block, place, recompute):
             yield _line(f"sum after {block.halves[place - 1].part.title}", x, s.x)
         if recompute is Recompute.NONE or not half.part.is_computed_again:
             yield from _half_lines(block, place)
     yield _line("together", "", block.saved(recompute))
     yield _LEGEND
+
+
+def _shows_input(block: BlockBytes, place: int, recompute: Recompute) -> bool:
+    """Return whether a half's input has a line of its own: not where it is among its gathered rows, or is let go."""
+    is_whole = recompute in (Recompute.BLOCK, Recompute.FULL)
+    return is_whole or block.halves[place].norm.keeps_input or block.is_again(place, recompute)
 
 
 def _half_lines(block: BlockBytes, place: int) -> Iterator[str]:

@@ -19,17 +19,20 @@ With `defers` a backward is an input half: what the weight half needs stays.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tpengine.architectures.description import Half
 from tpengine.architectures.norm import Norm
-from tpengine.architectures.part import Ledger, Sizes, num_kept
+from tpengine.architectures.part import Ledger, Product, Sizes, num_kept
 from tpengine.architectures.registry import architecture_of, layer_halves
 from tpengine.config import Config
-from tpengine.layout.parameters import layer_specs
+from tpengine.layout.groups import first_trained, frozen_of, trains_lookup
+from tpengine.layout.parameters import EMBEDDING, HEAD, layer_specs
 from tpengine.plan import Chunk, Kind, Plan, Recompute
 from tpengine.planner import ChunkBytes
+from tpengine.planner.modelled.trained import trained_products
 
 
 @dataclass(frozen=True)
@@ -40,18 +43,28 @@ class BlockBytes:
         s: sizes of the rank.
         halves: the block's.
         vectors: elements of its norms and biases on this rank.
+        trained_vectors: of those that are not frozen.
+        has_backward: whether it, or what is before it, has anything trained; else nothing is kept of it.
+        trained: for each half and each of its products, whether one of its weights is trained; empty for all.
     """
 
     s: Sizes
     halves: tuple[Half, ...]
     vectors: int
+    trained_vectors: int
+    has_backward: bool = True
+    trained: tuple[tuple[bool, ...], ...] = ()
 
     @classmethod
-    def of(cls, s: Sizes, layer: int) -> BlockBytes:
-        """Return those of a layer."""
-        specs = layer_specs(s.model, s.tp, layer)
-        vectors = sum(spec.local_numel(s.tp) for spec in specs if not spec.is_matrix)
-        return cls(s, layer_halves(s.model, layer), vectors)
+    def of(cls, s: Sizes, layer: int, frozen: frozenset[str] = frozenset()) -> BlockBytes:
+        """Return those of a layer, of a model with frozen parameters of these names."""
+        vectors = [spec for spec in layer_specs(s.model, s.tp, layer) if not spec.is_matrix]
+        numel = sum(spec.local_numel(s.tp) for spec in vectors)
+        trained = sum(spec.local_numel(s.tp) for spec in vectors if spec.name not in frozen)
+        halves = layer_halves(s.model, layer)
+        has_backward = layer >= first_trained(s.model, frozen)
+        products = tuple(trained_products(half, s, layer, frozen) for half in halves)
+        return cls(s, halves, numel, trained, has_backward, products if frozen else ())
 
     @property
     def least(self) -> BlockBytes:
@@ -71,6 +84,8 @@ class BlockBytes:
     def saved(self, recompute: Recompute) -> int:
         """Return what a block keeps from F to B, including its input; FULL keeps nothing inside a chunk."""
         x = self.s.x
+        if not self.has_backward:
+            return 0
         match recompute:
             case Recompute.BLOCK:
                 return x
@@ -104,14 +119,31 @@ class BlockBytes:
         has all tokens, or gathers again.
         """
         s = self.s
-        has_all = s.own_tokens == s.tokens or not s.keeps_gathered
+        has_all = (s.own_tokens == s.tokens or not s.keeps_gathered) and (not self.trained or self.trained[-1][-1])
         return s.x if has_all and not s.residual_mask and not self.halves[-1].changes_output else 0
 
     @property
     def deferred(self) -> int:
         """What the weight half needs of a block: both operands of each product, and the vectors' gradients."""
-        products = (product for half in self.halves for product in half.part.products(self.s))
-        return sum(product.operands(self.s) for product in products) + self.vectors * self.s.wide
+        if not self.has_backward:
+            return 0
+        return self.all_deferred - self._frozen_operands
+
+    @property
+    def all_deferred(self) -> int:
+        """What it would need if nothing were frozen."""
+        return sum(product.operands(self.s) for product in self._products()) + self.vectors * self.s.wide
+
+    def _products(self) -> list[Product]:
+        return [product for half in self.halves for product in half.part.products(self.s)]
+
+    @property
+    def _frozen_operands(self) -> int:
+        """What frozen products and vectors leave out of `all_deferred`."""
+        are_frozen = [not is_trained for half in self.trained for is_trained in half]
+        frozen = itertools.compress(self._products(), are_frozen)
+        vectors = (self.vectors - self.trained_vectors) * self.s.wide
+        return sum(product.operands(self.s) for product in frozen) + vectors
 
 
 def forward_block(block: BlockBytes, ledger: Ledger, recompute: Recompute, *, input_in_slot: bool = False) -> None:
@@ -218,6 +250,8 @@ def backward_block(
         of_inputs = sum(half.norm.num_vectors(s) for half in block.halves)
         ledger.make((block.vectors - of_inputs) * s.wide)
         ledger.make(s.gathered)
+        # What frozen weights do not need went when it had been used: here at the latest.
+        ledger.free(block.all_deferred - block.deferred)
     ledger.free(s.x)
     if not input_in_slot:
         ledger.free(s.x * block.keeps_input(0, recompute))
@@ -281,32 +315,45 @@ class ChunkWalks:
             Sizes.of(config, tp, chunk.gathered, load=load),
             architecture_of(config.model).ends(config.model),
         )
-        self.blocks = [BlockBytes.of(self.s, layer) for layer in range(*chunk.layers)]
+        self.frozen = frozen_of(config)
+        self.blocks = [BlockBytes.of(self.s, layer, self.frozen) for layer in range(*chunk.layers)]
         self.is_first, self.is_last = index == 0, index == last
         # Where a neighbour is on the same rank, its tensor is handed over; else it is in a slot.
         self.has_input = index > 0 and chunks[index - 1].rank == chunk.rank
         self.has_gradient = index < last and chunks[index + 1].rank == chunk.rank
         self.in_slot = index > 0 and not self.has_input
+        self.looks_up = self.is_first and trains_lookup(config.model, self.frozen)
+        # Whether backward comes to the chunk at all, and whether its first block keeps its input.
+        self.has_backward = self.is_last or any(block.has_backward for block in self.blocks)
+        self.keeps_first = not self.blocks or self.blocks[0].has_backward
 
     @property
     def kind(self) -> object:
         """What the bytes of chunks of one configuration depend on."""
         ends = self.is_first, self.is_last, self.has_input, self.has_gradient
-        return (*ends, self.chunk.recompute, self.chunk.gathered, tuple(block.halves for block in self.blocks))
+        of_blocks = tuple(
+            (block.halves, block.has_backward, block.trained, block.trained_vectors) for block in self.blocks
+        )
+        return (*ends, self.chunk.recompute, self.chunk.gathered, of_blocks)
 
     def bytes(self) -> ChunkBytes:
         s, ends = self.s, self.ends
-        kept = self.is_first * ends.kept_first(s) + self.is_last * ends.kept_last(s)
+        if not self.has_backward:
+            return ChunkBytes(working={Kind.F: self.forward(Recompute.FULL).most})
+        kept = self.looks_up * ends.kept_first(s) + self.is_last * ends.kept_last(s)
         # What lies in a slot is not counted here.
         is_block = self.chunk.recompute is Recompute.BLOCK
-        if self.in_slot and (not self.blocks or is_block or self.blocks[0].keeps_input(0, self.chunk.recompute)):
+        keeps_input = not self.blocks or is_block or self.blocks[0].keeps_input(0, self.chunk.recompute)
+        if self.in_slot and self.keeps_first and keeps_input:
             kept -= s.x
+        # The stage keeps its input until its backward, though no block does.
+        kept += (self.has_input and not self.keeps_first) * s.x
         saved = sum(of.saved(self.chunk.recompute) for of in self.blocks) + kept
         if self.chunk.recompute is Recompute.FULL:
             saved = self.has_input * s.x
         deferred = sum(of.deferred for of in self.blocks)
-        deferred += self.is_first * ends.deferred_first(s) + self.is_last * ends.deferred_last(s)
-        deferred -= s.x * bool(self.in_slot and self.blocks and self.blocks[0].reads_input(0))
+        deferred += self.looks_up * ends.deferred_first(s) + self.is_last * self._deferred_last()
+        deferred -= s.x * bool(self.in_slot and self.blocks and self.keeps_first and self.blocks[0].reads_input(0))
         gradient_in_slot = not self.is_last and not self.has_gradient
         return ChunkBytes(
             saved=saved,
@@ -319,15 +366,23 @@ class ChunkWalks:
             },
         )
 
+    def _deferred_last(self) -> int:
+        """Return what the weight half of the model's end needs, of what is trained there."""
+        s, ends, model = self.s, self.ends, self.s.model
+        frozen = ends.head(s).operands(s) * ((EMBEDDING if model.tie_embeddings else HEAD) in self.frozen)
+        return ends.deferred_last(s) - frozen - ends.norm.num_vectors(s) * s.wide * ("norm.weight" in self.frozen)
+
     def forward(self, recompute: Recompute) -> Ledger:
         """Walk through a forward, to the output or the loss; an input that is in no slot is held from the start."""
         s, held = self.s, Ledger()
         held.make(self.has_input * s.x)
         if self.is_first:
             held.make(self.ends.kept_first(s), s.x)
+            held.free(self.ends.kept_first(s) * (not self.looks_up))
         for number, block in enumerate(self.blocks):
-            forward_block(block, held, recompute, input_in_slot=number == 0 and self.in_slot)
-            if recompute is Recompute.FULL and (number or self.is_first):
+            of_block = recompute if block.has_backward else Recompute.FULL
+            forward_block(block, held, of_block, input_in_slot=number == 0 and self.in_slot)
+            if of_block is Recompute.FULL and (number or self.is_first):
                 held.free(s.x)
         if self.is_last:
             self.ends.forward_last(s, held)
@@ -345,6 +400,8 @@ class ChunkWalks:
         if self.is_last:
             self.ends.backward_last(_HalfBackward(s, held, self.ends.norm, False, defers=defers))
         for number in reversed(range(len(self.blocks))):
+            if not self.blocks[number].has_backward:
+                continue
             is_end = number == len(self.blocks) - 1 and not self.is_last
             backward_block(
                 self.blocks[number],
@@ -356,13 +413,13 @@ class ChunkWalks:
             )
         if self.is_first:
             # Row numbers; the gradient of the rows has been added, or is what the weight half needs.
-            held.free(s.x, self.ends.kept_first(s))
-            held.make(defers * self.ends.deferred_first(s))
+            held.free(s.x, self.looks_up * self.ends.kept_first(s))
+            held.make(defers * self.looks_up * self.ends.deferred_first(s))
         return held
 
     def _largest_gradient(self) -> int:
         """Return the bytes of the largest weight's gradient on its way into the buffer."""
         s, layers = self.s, range(*self.chunk.layers)
         specs = [spec for layer in layers for spec in layer_specs(s.model, s.tp, layer) if spec.is_matrix]
-        sizes = [spec.local_numel(s.tp) for spec in specs]
+        sizes = [spec.local_numel(s.tp) for spec in specs if spec.name not in self.frozen]
         return s.weight_gradient(max([*sizes, self.is_last * s.hidden * s.vocab], default=0))

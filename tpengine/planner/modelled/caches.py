@@ -16,7 +16,7 @@ from tpengine.architectures.registry import layer_halves
 from tpengine.config import Config, num_shards_of
 from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
 from tpengine.dtypes import dtype_bytes
-from tpengine.layout.state_bytes import num_weights
+from tpengine.layout.state_bytes import num_trained, num_weights
 from tpengine.layout.step_plan import Layout, gradient_bytes
 from tpengine.plan import Gathered, Plan, Recompute
 from tpengine.planner.machine import Machine
@@ -89,5 +89,6 @@ def touched_bytes(config: Config, layout: Layout, plan: Plan, machine: Machine) 
         numel = num_weights(config, layout, rank)
         copied = prepared_bytes(config, layout, rank, machine)
         weights = numel * item - copied // FORMS + copied
-        found.append(weights + numel * wide + sum(int(kept[chunk].saved) for chunk in plan.chunks_of(rank)))
+        gradients = num_trained(config, layout, rank) * wide
+        found.append(weights + gradients + sum(int(kept[chunk].saved) for chunk in plan.chunks_of(rank)))
     return max(found)

@@ -7,6 +7,7 @@ ends, which most chunks have in common.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ from tpengine.architectures.norm import Norm
 from tpengine.architectures.part import Kernel, Operator, Product, Sizes
 from tpengine.architectures.registry import architecture_of, layer_halves
 from tpengine.config import ModelConfig
+from tpengine.layout.groups import first_trained, trains_lookup
+from tpengine.layout.parameters import EMBEDDING, HEAD
 from tpengine.plan import Chunk, Gathered, Kind, Recompute
 from tpengine.planner.modelled.operators import ActionSeconds, KnownSums, Operators, OperatorSum
+from tpengine.planner.modelled.trained import trained_products
 
 
 class ChunkActions:
@@ -31,6 +35,7 @@ class ChunkActions:
         chunk: its layers, with what it recomputes and gathers again.
         is_first, is_last: which ends of the model it holds.
         known: what chunks of one configuration, tp and machine have in common, kept from chunk to chunk.
+        frozen: names of frozen parameters.
     """
 
     def __init__(
@@ -41,15 +46,25 @@ class ChunkActions:
         is_first: bool,
         is_last: bool,
         known: KnownSums,
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         self.operators, self.known = operators, known
         self.chunk, self.is_first, self.is_last = chunk, is_first, is_last
         self.model_ends = architecture_of(model).ends(model)
         size = operators.size
         # Blocks of the same operators are alike, however far their parts could see.
-        self.blocks = Counter(
-            tuple(timed(half, size) for half in layer_halves(model, layer)) for layer in range(*chunk.layers)
-        )
+        blocks = {
+            layer: tuple(
+                timed(half, size, trained_products(half, size, layer, frozen)) for half in layer_halves(model, layer)
+            )
+            for layer in range(*chunk.layers)
+        }
+        first = first_trained(model, frozen)
+        self.blocks = Counter(blocks.values())
+        # Those that backward comes to.
+        self.trained_blocks = Counter(halves for layer, halves in blocks.items() if layer >= first)
+        self.looks_up = self.is_first and trains_lookup(model, frozen)
+        self.trains_head = (EMBEDDING if model.tie_embeddings else HEAD) not in frozen
         gathers_again = chunk.gathered is Gathered.AGAIN and size.own_tokens < size.tokens
         # Exchanges of the weight half: of the inputs of column-parallel products, and, in W, of dy of the others.
         self.columns_again = int(gathers_again)
@@ -59,9 +74,10 @@ class ChunkActions:
 
     def by_kind(self) -> Mapping[Kind, ActionSeconds]:
         """Return F; I with what is computed again; W; B, which is I and W without gathering dy a second time."""
-        blocks, first = self._forward_of_blocks()
+        blocks, _ = self._forward_of_blocks(self.blocks)
         forward = blocks + self._once(self.ends)
-        again = self.again(first, blocks, forward)
+        trained, first = self._forward_of_blocks(self.trained_blocks)
+        again = self.again(first, trained, forward)
         inputs = self.each_block(self.input_half_of_block) + self._once(self.input_half_of_ends)
         weights, nothing = self._weight_half(0), OperatorSum()
         unpacked = self.unpacked_weights()
@@ -72,12 +88,12 @@ class ChunkActions:
             Kind.W: self._action(self._weight_half(self.columns_again), nothing),
         }
 
-    def _forward_of_blocks(self) -> tuple[OperatorSum, OperatorSum]:
-        """Return forward of all blocks, and of what `recompute attention` repeats: half by half, each of all blocks."""
+    def _forward_of_blocks(self, of: Counter[tuple[TimedHalf, ...]]) -> tuple[OperatorSum, OperatorSum]:
+        """Return forward of blocks, and of what `recompute attention` repeats: half by half, each of all blocks."""
         blocks, again = OperatorSum(), OperatorSum()
-        for place in range(max(map(len, self.blocks), default=0)):
+        for place in range(max(map(len, of), default=0)):
             of_half: Counter[TimedHalf] = Counter()
-            for halves, number in self.blocks.items():
+            for halves, number in of.items():
                 if place < len(halves):
                     of_half[halves[place]] += number
             for half, number in of_half.items():
@@ -99,9 +115,9 @@ class ChunkActions:
         return ActionSeconds(sums.operators, again.operators, sums.exchanges + again.exchanges, exposed)
 
     def each_block(self, operators: Callable[..., OperatorSum], *of: object) -> OperatorSum:
-        """Return what operators of a block, which depend on its halves, take for all blocks of the chunk."""
+        """Return what operators of a block's backward, which depend on its halves, take for the chunk's blocks."""
         total = OperatorSum()
-        for halves, number in self.blocks.items():
+        for halves, number in self.trained_blocks.items():
             total += self._once(operators, halves, *of) * number
         return total
 
@@ -173,7 +189,7 @@ class ChunkActions:
     def weight_half_of_block(self, halves: tuple[TimedHalf, ...], rows_again: int) -> OperatorSum:
         """Return the weight half of a block's backward, whose products add to the gradients of other micro-batches."""
         total = OperatorSum()
-        for product in (product for half in halves for product in half.products):
+        for product in (product for half in halves for product in half.trained_products):
             exchanges = self.columns_again if product.cut == "columns" else rows_again
             total += self.operators.product(product, exchanges, "weight_gradient")
         return total
@@ -192,7 +208,7 @@ class ChunkActions:
     def input_half_of_ends(self) -> OperatorSum:
         """Return the gradients of logits, of the last norm's output and of the looked-up rows."""
         operators, ends, size, total = self.operators, self.model_ends, self.operators.size, OperatorSum()
-        if self.is_first:
+        if self.looks_up:
             total += operators.operator(ends.lookup_exchange(size))
         if self.is_last:
             total += operators.product(ends.head(size), 1, "input_gradient")
@@ -202,9 +218,9 @@ class ChunkActions:
 
     def _weight_half_of_ends(self) -> OperatorSum:
         operators, ends, total = self.operators, self.model_ends, OperatorSum()
-        if self.is_first:
+        if self.looks_up:
             total += operators.operator(ends.lookup_backward(operators.size))
-        if self.is_last:
+        if self.is_last and self.trains_head:
             total += operators.product(ends.head(operators.size), self.columns_again, "weight_gradient")
         return total
 
@@ -217,17 +233,24 @@ class TimedHalf:
         norm: of its input.
         forward, backward: its operators; backward's without the two gradients of each product.
         is_computed_again: whether `recompute attention` repeats it.
+        trained: for each product, whether one of its weights is trained; empty for all.
     """
 
     norm: Norm
     forward: tuple[Operator, ...]
     backward: tuple[Operator, ...]
     is_computed_again: bool
+    trained: tuple[bool, ...] = ()
 
     @property
     def products(self) -> tuple[Product, ...]:
         """Its products with weights."""
         return tuple(operator for operator in self.forward if isinstance(operator, Product))
+
+    @property
+    def trained_products(self) -> tuple[Product, ...]:
+        """Those whose weights get a gradient."""
+        return tuple(itertools.compress(self.products, self.trained)) if self.trained else self.products
 
     @property
     def others(self) -> tuple[Operator, ...]:
@@ -236,12 +259,16 @@ class TimedHalf:
 
 
 @functools.lru_cache(maxsize=4096)
-def timed(half: Half, size: Sizes) -> TimedHalf:
-    """Return the operators of a half. Output norms take no time."""
+def timed(half: Half, size: Sizes, trained: tuple[bool, ...] = ()) -> TimedHalf:
+    """Return the operators of a half, of which those products are trained. Output norms take no time."""
     part, elements = half.part, size.own_tokens * size.hidden
     scale = (Kernel("", Work(elements, 2 * elements * size.item)),) if part.residual_scale != 1.0 else ()
     return TimedHalf(
-        half.norm, (*part.forward(size), *scale), (*scale, *part.backward_operators(size)), part.is_computed_again
+        half.norm,
+        (*part.forward(size), *scale),
+        (*scale, *part.backward_operators(size)),
+        part.is_computed_again,
+        trained,
     )
 
 

@@ -19,8 +19,9 @@ from tpengine.architectures.part import Packed
 from tpengine.architectures.registry import layers_are_alike
 from tpengine.config import Config, num_shards_of
 from tpengine.dtypes import dtype_bytes
+from tpengine.layout.groups import frozen_of
 from tpengine.layout.slices import slice_numel
-from tpengine.layout.state_bytes import num_weights, state_bytes
+from tpengine.layout.state_bytes import num_trained, num_weights, state_bytes
 from tpengine.layout.step_plan import Layout, gradient_bytes, num_summed
 from tpengine.layout.update_work import update_work
 from tpengine.plan import Bucket, Chunk, Kind, Plan, Reduced, Weights
@@ -73,7 +74,7 @@ def seconds_of_chunks(
     found: dict[tuple[Kind, int], ActionSeconds] = {}
     for index, chunk in enumerate(plan.chunks):
         # Chunks of equally many layers in the middle are alike, unless layers differ.
-        is_alike = 0 < index < last and layers_are_alike(config.model)
+        is_alike = 0 < index < last and layers_are_alike(config.model) and not frozen_of(config)
         alike = (chunk.layers[1] - chunk.layers[0], chunk.recompute, chunk.gathered) if is_alike else index
         if alike not in known:
             known[alike] = of_chunk(chunk, index == 0, index == last)
@@ -124,9 +125,11 @@ def _of_chunk(
     packed: Packed | None = None,
     load: float = 1.0,
 ) -> Mapping[Kind, ActionSeconds]:
+    frozen = frozen_of(config)
+
     def with_shards(shards: int) -> Mapping[Kind, ActionSeconds]:
         operators = Operators(config, tp, machine, shards, packed, load)
-        return ChunkActions(operators, config.model, chunk, is_first, is_last, known).by_kind()
+        return ChunkActions(operators, config.model, chunk, is_first, is_last, known, frozen).by_kind()
 
     fast = with_shards(0)
     taken = fast
@@ -175,6 +178,8 @@ class StepCosts:
         config, layout, plan, machine = self.config, self.layout, self.plan, self.machine
         per_rank = self.bytes_per_rank()
         numel = max(num for num, _ in per_rank)
+        if frozen_of(config):
+            numel = max(num_trained(config, layout, rank) for rank in range(layout.pp))
         sizes = {
             bucket.index: layout.dp * slice_numel(layout.buckets[bucket.index].layout, layout.dp)
             for bucket in plan.buckets
@@ -184,7 +189,7 @@ class StepCosts:
             latency=machine.within.latency_s,
             bytes_per_time=machine.within.bytes_per_s,
             links=_links_between_nodes(layout, plan, machine),
-            reductions={bucket.index: self.reduction_seconds(bucket) for bucket in plan.buckets},
+            reductions={b.index: self.reduction_seconds(b) for b in plan.buckets if b.reduced is not Reduced.NEVER},
             gathers={
                 bucket.index: self._gather_seconds(bucket, sizes[bucket.index] * self.item)
                 for bucket in plan.buckets

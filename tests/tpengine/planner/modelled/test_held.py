@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from tpkernels.exchange.communicator import Communicator
 
-from tpengine.config import Config, ModelConfig, TrainConfig
+from tpengine.config import Config, ModelConfig, ParameterGroup, TrainConfig
 from tpengine.config.settings import ModelDetails, RopeScaling
 from tpengine.layers import vocab_parallel_cross_entropy
 from tpengine.layers.gradient_sink import WeightTerms
 from tpengine.layers.query_scaling import QueryScaling
 from tpengine.layers.scores import tables_of
+from tpengine.layout.groups import first_trained, frozen_of
 from tpengine.model.parts import FastParts, rotation_of
 from tpengine.model.transformer import Transformer
 from tpengine.pipeline.stage import Stage
@@ -111,6 +112,10 @@ def kept(
     is_full = recompute is Recompute.FULL
     net = Transformer(parts, chunks=[layers], recompute=Recompute.NONE if is_full else recompute)
     net.initialise(0)
+    frozen = frozen_of(config)
+    for name, parameter in net.held.items():
+        parameter.requires_grad_(net.pieces[name].spec.name not in frozen)
+    gives_gradient = first_trained(model, frozen) < layers[0]
     net.position.training = True
     num_tokens = train.micro_batch_size * train.seq_len
     tokens = torch.arange(num_tokens) % model.vocab_size
@@ -122,7 +127,14 @@ def kept(
         tokens=lambda _: tokens,
         loss=lambda logits, _: vocab_parallel_cross_entropy(logits, tokens, model.vocab_size, comm) * 0.5,
     )
-    stage = Stage(lambda x: net(x, train.seq_len), batch, is_first=is_first, is_last=is_last, recompute=is_full)
+    stage = Stage(
+        lambda x: net(x, train.seq_len),
+        batch,
+        is_first=is_first,
+        is_last=is_last,
+        recompute=is_full,
+        gives_gradient=gives_gradient,
+    )
     if not is_first:
         stage.receive_input(0, x)
     if not is_last:
@@ -133,7 +145,8 @@ def kept(
         stage.forward(0)
     if is_local and is_full and not is_first:
         saved.add(x)  # by the stage itself
-    stage.backward(0)
+    if any(parameter.requires_grad for parameter in net.parameters()) or gives_gradient:
+        stage.backward(0)
     deferred.tensors = sink.tensors
     return saved.num_bytes, deferred.num_bytes
 
@@ -258,3 +271,23 @@ def by_ranks(layers: tuple[int, int], gathered: Gathered) -> None:
 @pytest.mark.parametrize("gathered", list(Gathered))
 def test_on_two_ranks(ranks: RankPool, gathered: Gathered, layers: tuple[int, int]) -> None:
     ranks.run(by_ranks, 2, layers, gathered)
+
+
+FROZEN: list[tuple[str, ...]] = [
+    ("model.embed_tokens.*", "model.layers.[01].*"),
+    ("model.embed_tokens.*", "model.layers.0.*", "*.[kv]_proj.weight", "*.down_proj.weight"),
+    ("*.up_proj.weight", "*.o_proj.weight", "*norm*"),
+    ("model.layers.1.*", "lm_head.weight"),
+]
+
+
+@pytest.mark.parametrize("patterns", FROZEN, ids=lambda patterns: patterns[-1])
+def test_frozen_weights_leave_nothing_for_the_weight_half(patterns: tuple[str, ...]) -> None:
+    """Blocks below the lowest trained weight keep nothing at all."""
+    groups = tuple(ParameterGroup(pattern, frozen=True) for pattern in patterns)
+    base = config_of("float32", 2, 5)
+    config = replace(base, optim=replace(base.optim, groups=groups))
+    for layers in CHUNKS:
+        want, plan = predicted(config, layers), plan_of(config, layers, False)[0]
+        assert kept(config, layers, Communicator(None)) == (want.saved, want.deferred), (layers, plan.chunks)
+        assert min(want.working.values()) >= 0

@@ -7,6 +7,7 @@ default three layouts; `pytest -m slow` has the whole product.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -19,10 +20,13 @@ from tpkernels.exchange.communicator import Communicator
 from tpengine.config import Config, ParameterGroup, validate
 from tpengine.data import open_corpus
 from tpengine.layout.groups import frozen_of, updates_of
+from tpengine.layout.state_bytes import StateBytes, state_bytes
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
 from tpengine.plan import Kind
 from tpengine.runs.trainer import Trainer
+from tpengine.training.planned_run import RunError
+from tpengine.training.state_check import check_frozen, check_replicas
 
 CPU = torch.device("cpu")
 GROUPS = {
@@ -80,7 +84,7 @@ def torch_loop(config: Config) -> Outcome:
     moments = {name: (torch.zeros_like(of), torch.zeros_like(of)) for name, of in trained.items()}
     numbers = []
     for step in range(STEPS):
-        batch, rate = trainer.step.reader.read(step), trainer.planned.rate(step)
+        batch, rate = trainer.step.reader.read(step).given, trainer.planned.rate(step)
         labels = batch.labels.flatten()
         logits = model(batch.tokens.flatten(), config.train.seq_len)[:, : config.model.vocab_size]
         loss = cross_entropy(logits, labels, reduction="sum") / (labels != -100).sum()
@@ -103,6 +107,12 @@ def references(ranks: RankPool) -> dict[str, Outcome]:
         groups: ranks.run(torch_loop, 1, grouped(config_of(1, 1, 1, tied=True, kv_heads=1, num_layers=8), groups))[0]
         for groups in GROUPS
     }
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct memories of tensors."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
 
 
 def train_and_look(config: Config) -> Outcome:
@@ -137,3 +147,41 @@ def test_parity_with_a_torch_loop(
         dp, tp, pp, tied=True, kv_heads=1, schedule=schedule, num_layers=8, zero=zero, residency=residency
     )
     compare(ranks.run(train_and_look, dp * tp * pp, grouped(config, groups)), references[groups])
+
+
+def state_and_moved(config: Config) -> tuple[list[tuple[StateBytes, StateBytes]], str]:
+    """Count what is held after a step; then move a frozen weight on every rank alike."""
+    trainer = Trainer(config, open_corpus(config), CPU)
+    trainer.step.run(0)
+    state, at = trainer.state, trainer.state.rank.mesh.at
+    check_replicas(state, 1)
+    check_frozen(state, 1)
+    states = [state.optimizer.state_of(name) for name in state.weights]
+    found = StateBytes(
+        storage_bytes([*state.model.held.values(), *state.held.values()]),
+        storage_bytes([*state.buckets.flat.values(), *state.gradients.of.values()]),
+        0,
+        storage_bytes(tensor for of_weight in states for tensor in of_weight.values()),
+        (expected := state_bytes(config, state.part.layout, at.pp, at.dp)).padding,
+    )
+    for weight in state.frozen.values():
+        weight.detach().mul_(1.5)
+    check_replicas(state, 1)
+    try:
+        check_frozen(state, 1)
+    except RunError as error:
+        return [(found, expected)], str(error)
+    return [(found, expected)], ""
+
+
+@pytest.mark.by_default("3-between")
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("zero", range(4))
+def test_a_rank_holds_the_formulas_bytes_and_a_frozen_weight_that_moves_is_noticed(
+    ranks: RankPool, zero: int, groups: str
+) -> None:
+    config = grouped(config_of(2, 1, 1, tied=True, kv_heads=1, num_layers=8, zero=zero), groups)
+    for counted, said in ranks.run(state_and_moved, 2, config):
+        for found, expected in counted:
+            assert found == expected
+        assert "frozen weights must stay as they are: after step 1 model." in said

@@ -22,7 +22,7 @@ from tpengine.checkpoint.index import CheckpointError, read_index
 from tpengine.checkpoint.resume import checkpoints_of, find_checkpoint, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.commands.checkpoint_diff import compare as differences
-from tpengine.config import Config, OptimConfig
+from tpengine.config import Config, OptimConfig, optimizer_kind
 from tpengine.config.optimizers import OPTIMIZERS
 from tpengine.data import open_corpus
 from tpengine.layout.state_bytes import state_bytes
@@ -33,6 +33,7 @@ from tpengine.training.checkpoint_blocks import blocks_of
 from tpengine.training.elementwise import UpdateNumbers
 from tpengine.training.state_check import check_finite, check_replicas
 from tpengine.training.train_state import TrainState
+from tpengine.training.update_rules import with_rule
 
 Layout = tuple[int, int, int, int]
 HALF = 1
@@ -59,8 +60,9 @@ CASES: dict[str, tuple[OptimConfig, Halved | None]] = {
 
 
 def with_case(config: Config, case: str) -> Config:
-    optim = CASES[case][0]
-    return replace(config, optim=replace(optim, clip_norm=0.5, warmup_steps=1, lr=1e-3))
+    optim, own = CASES[case]
+    config = replace(config, optim=replace(optim, clip_norm=0.5, warmup_steps=1, lr=1e-3))
+    return config if own is None else with_rule(config, own)
 
 
 def trainer_of(config: Config, case: str) -> Trainer:
@@ -82,9 +84,8 @@ def train(config: Config, case: str, lost_on: int | None = None) -> Outcome:
     check_finite(trainer.state)
     check_replicas(trainer.state, STEPS)
     expected = state_bytes(config, layout_of(config), trainer.state.rank.mesh.at.pp, trainer.state.rank.mesh.at.dp)
-    if CASES[case][1] is None:
-        states = [trainer.state.optimizer.state_of(name) for name in trainer.state.weights]
-        assert sum(t.nbytes for kept in states for t in kept.values()) == expected.moments + expected.masters
+    states = [trainer.state.optimizer.state_of(name) for name in trainer.state.weights]
+    assert sum(t.nbytes for kept in states for t in kept.values()) == expected.moments + expected.masters
     return found
 
 
@@ -167,8 +168,7 @@ def test_exact_mode_goes_on_in_another_layout_with_the_bits_of_one_process(
     assert_same_bits(replace(second, numbers=first.numbers + second.numbers), want)
     ends = [checkpoints_of(tmp_path / name).of_step(2) for name in ("whole", "cut")]
     assert differences(*ends)[1] == []
-    own = CASES[case][1]
-    states = OPTIMIZERS[alone.optim.name].states if own is None else own.states
+    states = optimizer_kind(alone.optim).states
     kinds = {name.split(".")[1] for name in read_index(ends[0]).tensors if name.startswith("optimizer.")}
     assert kinds == {*states, *(["master"] if dtype == "bfloat16" else [])}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.mixtures import write_mixture
 from support.programs import finish_all, run_ranks, start_ranks
 
 import tpengine
@@ -112,6 +113,16 @@ def test_callbacks_that_are_not_the_same_on_all_ranks_are_refused(tmp_path: Path
     ends = finish_all(*start_ranks(2, PROGRAM, *SMALL, "--run-dir", "out", cwd=tmp_path, ALIKE="no"))
     assert [end.returncode for end in ends] == [2, 2]
     assert "all ranks must be given the same loss, metrics, optimizer and callbacks: ranks [1] differ" in ends[0].stderr
+
+
+@pytest.mark.slow
+def test_all_ranks_are_told_how_a_mixture_is_mixed(tmp_path: Path) -> None:
+    mixture = write_mixture(tmp_path, [[400] * 3, [400] * 3], [1.0, 2.0], vocab_size=256)
+    mixed = "--data.mixture", str(mixture), "--model.vocab-size", "256", "--train.checkpoint-every", "0"
+    ends = run_ranks(2, PROGRAM, *SMALL, *mixed, "--run-dir", "out", cwd=tmp_path)
+    assert [end.returncode for end in ends] == [0, 0], [end.stderr for end in ends]
+    named = [(tmp_path / f"named-{rank}.txt").read_text().split() for rank in range(2)]
+    assert named[0] == named[1] and {"share/s0", "epochs/s1"} <= set(named[1])
 
 
 def test_the_first_rank_alone_is_told_where_a_callback_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,6 +199,8 @@ class SignSgd:
             gradient.zero_()
         if self.fault == "dtype":
             mean = mean.double()
+        if self.fault == "fails":
+            raise KeyError(self.fault)
         return weight - numbers.lr * mean.sign(), {} if self.fault == "state" else {"mean": mean}
 
 
@@ -210,6 +212,7 @@ class SignSgd:
         (SignSgd("dtype"), ["mean torch.float64"]),
         (SignSgd("state"), ["given float32 [6] and mean, and returns the weight torch.float32 [6]"]),
         (SignSgd(name="lion"), ["a name of its own"]),
+        (SignSgd("fails"), ["that of sign fails: KeyError: 'fails'", "give an object, not its class"]),
         (SignSgd(states=("master",)), ["other than master"]),
         (object(), ["is an UpdateRule", "got object without name, states, operations, update"]),
     ],

@@ -1,0 +1,68 @@
+"""Direct preference optimisation: answers that people chose become likelier than those they rejected.
+
+    loss = sum over pairs of -log sigmoid(beta * ((p - r)[chosen] - (p - r)[rejected]))
+    p, r[document] = sum over its answer's tokens of log-probabilities: the model's, and those of where it began
+
+A sample is a pair: two documents of half a sequence each, the chosen one first, padded. `write` makes such a file, with
+the answers' tokens as column `weights`. The second command below adds the column `reference`; that of r is computed
+once. Source: Rafailov et al., arXiv 2305.18290, equation 7.
+
+    python -c 'from tpengine.examples.dpo import write; write("pairs.tokens", 64, 32, my_pairs)'
+    tpengine logprobs RUN pairs.tokens --out reference
+    torchrun --nproc-per-node 2 -m tpengine.examples.dpo --model.path RUN --data.path pairs.tokens --train.seq-len 64
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import tpengine
+from tpengine import Column, LastOutput, MicroBatch, TokenWriter
+
+BETA = 0.1
+Answer = tuple[Sequence[int], Sequence[int]]
+
+
+def write(path: str | Path, vocab_size: int, half: int, pairs: Iterable[tuple[Answer, Answer]]) -> None:
+    """Write pairs of (prompt, answer), the chosen one first, in documents of `half` tokens; longer ones are cut."""
+    with TokenWriter(path, vocab_size, [Column("weights", "uint8")]) as writer:
+        for pair in pairs:
+            for prompt, answer in pair:
+                tokens, weights = [*prompt, *answer][:half], ([0] * len(prompt) + [1] * len(answer))[:half]
+                rest = [0] * (half - len(tokens))
+                writer.add(tokens + rest, weights=weights + rest)
+
+
+def margins(output: LastOutput, batch: MicroBatch) -> Tensor:
+    """Return beta * ((p - r)[chosen] - (p - r)[rejected]) of each pair."""
+    gained = output.token_logprobs(batch.labels) - batch.columns["reference"]
+    assert batch.weights is not None, "pairs.tokens was written by `write`"
+    chosen, rejected = output.sum_by_document(batch.weights * gained).view(-1, 2).unbind(1)
+    return BETA * (chosen - rejected)
+
+
+def loss(output: LastOutput, batch: MicroBatch) -> Tensor:
+    """Return the sum over pairs."""
+    return -torch.nn.functional.logsigmoid(margins(output, batch)).sum()
+
+
+def preferred(output: LastOutput, batch: MicroBatch) -> Tensor:
+    """Return how many chosen answers have gained more than those rejected."""
+    return (margins(output, batch) > 0).sum()
+
+
+def count(batch: MicroBatch) -> float:
+    """Return the number of pairs: samples."""
+    return len(batch.tokens) / batch.seq
+
+
+data = {"packing": "documents", "columns": "reference", "held_out_fraction": 0.0}
+train = {"eval_micro_batches": 0, "sample_tokens": 0}
+if __name__ == "__main__":
+    metrics = {"preferred": preferred, "margin": lambda output, batch: margins(output, batch).sum()}
+    tpengine.run(sys.argv[1:], loss=loss, count=count, metrics=metrics, train=train, data=data)
