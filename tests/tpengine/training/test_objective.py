@@ -6,7 +6,6 @@ gradient norm, metrics, the held-out ones, and after the steps every weight agre
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,10 +22,12 @@ from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.layers.collectives import gather
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
 from tpengine.runs.evaluation import held_out_losses
 from tpengine.runs.trainer import Trainer
+from tpengine.training import last_output
 from tpengine.training.last_output import LastOutput
 from tpengine.training.objective import MicroBatch, Objective, resolved
 from tpengine.training.planned_run import RunError
@@ -301,21 +302,15 @@ def divided_by_own_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Objective, "evaluate", mean)
 
 
-def gradient_of_each_rank(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+def gradient_of_each_rank(patch: pytest.MonkeyPatch) -> None:
     """Hidden states' gradient is summed over tp ranks, though each has the whole."""
-
-    def break_it(patch: pytest.MonkeyPatch) -> None:
-        from tpengine.layers.collectives import gather
-
-        patch.setattr(f"tpengine.training.last_output.{name}", gather)
-
-    return break_it
+    patch.setattr(last_output, "whole_rows", gather)
 
 
 MUTATIONS = {
     "metric": metric_once_per_tp_rank,
     "count": divided_by_own_count,
-    "gradient": gradient_of_each_rank("whole_rows"),
+    "gradient": gradient_of_each_rank,
 }
 
 
