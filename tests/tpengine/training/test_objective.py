@@ -272,6 +272,12 @@ def test_a_loss_of_a_last_stage_alone_fails_on_all_stages(ranks: RankPool) -> No
     assert found[0] == found[1]
 
 
+def test_a_stage_that_reads_no_text_says_the_same(ranks: RankPool) -> None:
+    config = config_of(1, 1, 3, tied=False, kv_heads=2, num_layers=3)
+    first, middle, last = ranks.run(fails, 3, config, ("count 0", "count"))
+    assert first == middle == last and first[0].startswith(BAD["count 0"][1])
+
+
 def test_names_that_no_row_can_have_are_refused() -> None:
     with pytest.raises(ValueError, match="a metric needs a name of printable characters without /: got 'a/b'"):
         resolved(Objective(metrics={"a/b": vector}), small(1, 1, 1).train)
