@@ -40,18 +40,19 @@ class Callback:
         """Take what a step came to: called once its row of metrics is written, before its evaluation and checkpoint.
 
         Args:
-            numbers: the row of metrics.jsonl: step (1 for the first), loss (nats per valid target of the global step),
-                grad_norm (before clipping), lr, step_seconds, tokens_per_second and so on. All but wall_seconds and
-                what follows from it are equal on all ranks. A leap that --train.spike skips has spike_loss and
-                spike_grad_norm instead; of one that it goes back before nothing is told.
+            numbers: the row of metrics.jsonl: step (1 for the first), loss (nats per valid target of the global step,
+                or your own loss), grad_norm (before clipping), lr, step_seconds, tokens_per_second and so on, and
+                metric/NAME of each metric of your own. All but wall_seconds and what follows from it are equal on all
+                ranks. A leap that --train.spike skips has spike_loss and spike_grad_norm instead of loss and grad_norm;
+                of a leap that the run goes back for, nothing is told.
         """
 
     def after_evaluation(self, numbers: Mapping[str, Any]) -> None:
         """Take a held-out loss.
 
         Args:
-            numbers: step, how many are done; held_out_loss, in nats; of a mixture also held_out_loss/NAME of each
-                source; evaluation_seconds.
+            numbers: step, how many are done; held_out_loss; evaluation_seconds; of a mixture also held_out_loss/NAME of
+                each source; held_out_metric/NAME of each metric of your own.
         """
 
     def before_checkpoint(self, path: Path, step: int) -> None:

@@ -89,10 +89,13 @@ class Optimizer(ABC):
         return {**kept, "master": self.masters[name]} if name in self._copies else dict(kept)
 
     @torch.no_grad()
-    def clear(self) -> None:
-        """Make all that is kept zero, as it is before the first update; masters stay."""
-        for kept in self._states.values():
-            for tensor in kept.values():
+    def clear(self, names: Iterable[str] | None = None) -> None:
+        """Make what is kept of parameters zero, as it is before the first update; masters stay.
+
+        Args: names: of these; None for all.
+        """
+        for name in self._states if names is None else names:
+            for tensor in self._states[name].values():
                 tensor.zero_()
 
     @torch.no_grad()

@@ -24,10 +24,10 @@ from tpengine.config import Config
 
 # tokens[count, S] and labels[count, S], int64.
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
-# The column of a text that weighs the loss of each target.
-WEIGHTS = "weights"
 # These, and where documents begin in each sample.
 PackedBatch = tuple[NDArray[np.int64], NDArray[np.int64], list[NDArray[np.int64]]]
+# The column of a text that weighs the loss of each target.
+WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)

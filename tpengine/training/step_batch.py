@@ -109,7 +109,8 @@ class StepBatch:
             the count is above 0.
         reports: int64 [pp, dp, tp, 3], the reports of all ranks (Report.packed); equal on all ranks.
         error: why this rank could not read; empty if it could.
-        counts: of each micro-batch; empty where nothing but their sum is asked for (Objective.is_plain).
+        counts: of each micro-batch, 0 on a rank that reads none; empty where nothing but their sum is asked for
+            (Objective.is_plain), on all ranks alike.
     """
 
     given: MicroBatches
@@ -278,7 +279,7 @@ class BatchReader:
         (_, found), self._taken = self._taken, None
         size, seq_len = train.micro_batch_size, train.seq_len
         error = found.error
-        counts: tuple[float, ...] = ()
+        counts = () if self._objective.is_plain else (0.0,) * train.num_micro_batches
         mine = Report(_UNREADABLE) if error else Report()
         if found.tokens is not None:
             mine = Report(_READ, found.digest, found.count)

@@ -335,13 +335,10 @@ class TrainState:
         self.spikes.restore(None)
         self.optimizer.clear()
 
-    @torch.no_grad()
     def begin_anew(self, name: str) -> None:
         """Begin to train a piece that was frozen: its moments are zero, its master is the weight."""
         self.optimizer.set(name, self.weights[name].detach())
-        for kind, tensor in self.optimizer.state_of(name).items():
-            if kind != "master":
-                tensor.zero_()
+        self.optimizer.clear([name])
 
     def _store(self, name: str, values: Tensor) -> None:
         """Take a piece's initial values: whole, or what this replica owns of them."""

@@ -206,9 +206,10 @@ def _check_update(rule: UpdateRule, states: Sequence[str]) -> None:
     numbers = UpdateNumbers(update=2, lr=0.1, weight_decay=0.1, beta1=0.9, beta2=0.99, eps=1e-8)
 
     def updated(of: slice) -> dict[str, Tensor]:
-        given = weight[of].clone(), gradient[of].clone(), {name: tensor[of].clone() for name, tensor in kept.items()}
+        before = weight[of], gradient[of], *(tensor[of] for tensor in kept.values())
+        given = [tensor.clone() for tensor in before]
         try:
-            new_weight, new = rule.update(*given, numbers)
+            new_weight, new = rule.update(given[0], given[1], dict(zip(kept, given[2:], strict=True)), numbers)
             result = {"the weight": new_weight, **new}
         except Exception as error:
             raise ValueError(
@@ -224,7 +225,7 @@ def _check_update(rule: UpdateRule, states: Sequence[str]) -> None:
                 + ", ".join(f"{name} {_told(x)}" for name, x in result.items())
                 + ": return tensors of these shapes and names"
             )
-        if not torch.equal(given[0], weight[of]) or not torch.equal(given[1], gradient[of]):
+        if not all(map(torch.equal, given, before)):
             raise ValueError(
                 f"an optimizer's update returns new tensors: {rule.name} writes into what it is given: use operations "
                 "that return their result"

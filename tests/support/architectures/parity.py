@@ -12,11 +12,11 @@ from torch import Tensor
 
 from support.architectures.runs import Pieces
 from support.architectures.transformers_models import Widened, built, config_json, ours, tensor_of
+from support.engine.torch_adamw import TorchAdamW
 from tpengine.architectures.registry import check_architecture, model_of
 from tpengine.config import Config, ModelConfig
 from tpengine.data import open_corpus
 from tpengine.layout.parameters import stage_specs
-from tpengine.training.learning_rate import learning_rate
 
 SEQ, BATCH = 14, 2
 
@@ -53,10 +53,7 @@ def transformers_losses(theirs: Any, config: Config, after_step: Callable[[int],
         config: of the run.
         after_step: called with each step's number.
     """
-    optim, train, corpus = config.optim, config.train, open_corpus(config)
-    decayed, others = ([w for w in theirs.parameters() if (w.dim() > 1) == decays] for decays in (True, False))
-    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    train, corpus, adamw = config.train, open_corpus(config), TorchAdamW(theirs.parameters(), config)
     found = []
     for step in range(train.steps):
         count = train.micro_batch_size * train.num_micro_batches
@@ -64,16 +61,7 @@ def transformers_losses(theirs: Any, config: Config, after_step: Callable[[int],
         with Widened() if theirs.dtype == torch.float64 else nullcontext():
             logits = theirs(tokens).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-        adamw.zero_grad()
-        loss.backward()
-        # torch's clip_grad_norm_ adds 1e-6 to the norm.
-        gradients = [weight.grad for weight in theirs.parameters()]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        for gradient in gradients:
-            gradient.mul_(optim.clip_norm / norm.clamp_min(optim.clip_norm))
-        for group in adamw.param_groups:
-            group["lr"] = learning_rate(optim, step, train.steps)
-        adamw.step()
+        adamw.update(loss, step)
         found.append(loss.item())
         if after_step is not None:
             after_step(step)

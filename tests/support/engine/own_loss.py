@@ -10,6 +10,7 @@ from torch import Tensor
 from tpkernels.exchange.communicator import Communicator
 
 from support.engine.parity import whole_weights
+from support.engine.torch_adamw import TorchAdamW
 from tpengine.config import IGNORED_LABEL, Config
 from tpengine.data import open_corpus
 from tpengine.model.parts import FastParts
@@ -17,7 +18,6 @@ from tpengine.model.transformer import Transformer
 from tpengine.runs.evaluation import held_out_losses
 from tpengine.runs.trainer import Trainer
 from tpengine.training.last_output import LastOutput
-from tpengine.training.learning_rate import learning_rate
 from tpengine.training.objective import MicroBatch, Objective
 
 Found = tuple[list[tuple[float, ...]], dict[str, tuple[tuple[int, ...], Tensor]]]
@@ -78,32 +78,20 @@ def numbers_by_hand(net: Transformer, tokens: Tensor, labels: Tensor, vocab_size
 
 def by_hand(config: Config, num_steps: int) -> Found:
     """Train the model on one process: every step's (loss, norm, metrics), then those held out; and the weights."""
-    model, optim, train = config.model, config.optim, config.train
+    model, train = config.model, config.train
     net = Transformer(FastParts(model, Communicator(None), dtype=torch.float64))
     net.initialise(train.seed)
     corpus = open_corpus(config)
-    groups = [
-        {"params": [w for w in net.held.values() if w.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [w for w in net.held.values() if w.dim() == 1], "weight_decay": 0.0},
-    ]
-    adamw = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    adamw = TorchAdamW(net.held.values(), config)
     each, found = 4 * train.micro_batch_size, []
     for step in range(num_steps):
         tokens, labels = (torch.from_numpy(of) for of in corpus.train.batch(step * each, each))
         loss, count, *sums = numbers_by_hand(net, tokens, labels, model.vocab_size)
-        adamw.zero_grad()
-        (loss / count).backward()
-        gradients = [weight.grad for weight in net.held.values() if weight.grad is not None]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        for gradient in gradients:
-            gradient.mul_(optim.clip_norm / norm.clamp_min(optim.clip_norm))
-        for group in adamw.param_groups:
-            group["lr"] = learning_rate(optim, step, train.steps)
-        adamw.step()
+        norm = adamw.update(loss / count, step)
         found.append(
             (
                 float(loss / count),
-                float(norm),
+                norm,
                 *(float(a) / float(b) for a, b in zip(sums[::2], sums[1::2], strict=True)),
             )
         )

@@ -6,7 +6,6 @@ gradient norm, metrics, the held-out ones, and after the steps every weight agre
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,10 +22,12 @@ from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.layers.collectives import gather
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
 from tpengine.runs.evaluation import held_out_losses
 from tpengine.runs.trainer import Trainer
+from tpengine.training import last_output
 from tpengine.training.last_output import LastOutput
 from tpengine.training.objective import MicroBatch, Objective, resolved
 from tpengine.training.planned_run import RunError
@@ -271,6 +272,12 @@ def test_a_loss_of_a_last_stage_alone_fails_on_all_stages(ranks: RankPool) -> No
     assert found[0] == found[1]
 
 
+def test_a_stage_that_reads_no_text_says_the_same(ranks: RankPool) -> None:
+    config = config_of(1, 1, 3, tied=False, kv_heads=2, num_layers=3)
+    first, middle, last = ranks.run(fails, 3, config, ("count 0", "count"))
+    assert first == middle == last and first[0].startswith(BAD["count 0"][1])
+
+
 def test_names_that_no_row_can_have_are_refused() -> None:
     with pytest.raises(ValueError, match="a metric needs a name of printable characters without /: got 'a/b'"):
         resolved(Objective(metrics={"a/b": vector}), small(1, 1, 1).train)
@@ -301,21 +308,15 @@ def divided_by_own_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Objective, "evaluate", mean)
 
 
-def gradient_of_each_rank(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+def gradient_of_each_rank(patch: pytest.MonkeyPatch) -> None:
     """Hidden states' gradient is summed over tp ranks, though each has the whole."""
-
-    def break_it(patch: pytest.MonkeyPatch) -> None:
-        from tpengine.layers.collectives import gather
-
-        patch.setattr(f"tpengine.training.last_output.{name}", gather)
-
-    return break_it
+    patch.setattr(last_output, "whole_rows", gather)
 
 
 MUTATIONS = {
     "metric": metric_once_per_tp_rank,
     "count": divided_by_own_count,
-    "gradient": gradient_of_each_rank("whole_rows"),
+    "gradient": gradient_of_each_rank,
 }
 
 

@@ -197,6 +197,8 @@ class SignSgd:
             mean = mean / mean.norm()
         if self.fault == "writes":
             gradient.zero_()
+        if self.fault == "writes a state":
+            mean = states["mean"].copy_(mean)
         if self.fault == "dtype":
             mean = mean.double()
         if self.fault == "fails":
@@ -209,6 +211,7 @@ class SignSgd:
     [
         (SignSgd("norm"), ["element by element", "mean of an element depends on the others"]),
         (SignSgd("writes"), ["returns new tensors", "writes into what it is given"]),
+        (SignSgd("writes a state"), ["returns new tensors", "writes into what it is given"]),
         (SignSgd("dtype"), ["mean torch.float64"]),
         (SignSgd("state"), ["given float32 [6] and mean, and returns the weight torch.float32 [6]"]),
         (SignSgd(name="lion"), ["a name of its own"]),
