@@ -257,6 +257,9 @@ def test_a_checkpoint_older_than_a_setting_has_its_default(tmp_path: Path) -> No
         del state["config"]["model"][name]
     del state["config"]["train"]["reduction"]
     del state["config"]["data"]["packing"]
+    # Of tables in a table, too.
+    details = state["config"]["model"]["details"]
+    del details["logits_scaling"], details["rope"]["partial_rotary_factor"]
     directory = CheckpointDirectory(tmp_path / "checkpoints")
     write_index(directory.begin(10), Index(10, {}, {}, state))
     directory.complete(10)
@@ -264,6 +267,9 @@ def test_a_checkpoint_older_than_a_setting_has_its_default(tmp_path: Path) -> No
     dropping = replace(config, model=replace(config.model, mlp_dropout=0.1))
     with pytest.raises(CheckpointError, match=r"must keep model.mlp_dropout: .* with 0.0, this run has 0.1"):
         find_checkpoint(dropping, "f" * 64)
+    scaled = replace(config, model=replace(config.model, details=replace(config.model.details, logits_scaling=2.0)))
+    with pytest.raises(CheckpointError, match=r"must keep model.details: .*'logits_scaling': 1.0.*, this run has"):
+        find_checkpoint(scaled, "f" * 64)
 
 
 @pytest.mark.parametrize(

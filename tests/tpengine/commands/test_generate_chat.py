@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from support.ranks.rank_pool import RankPool
 from transformers import AutoTokenizer
 
 from tpengine.cli import main
-from tpengine.commands.generate import GenerateOptions, find_model
+from tpengine.commands import generate_chat
+from tpengine.commands.generate import FoundModel, GenerateOptions, find_model
 from tpengine.commands.generate_rank import generating_rank
 from tpengine.data.chat import end_of_turn
 from tpengine.generation.text import Drawing
@@ -70,6 +72,33 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert main(["generate", str(tmp_path), "--chat", *argv]) == 2
         line = capsys.readouterr().err
         assert line.startswith(f"tpengine: error: {said}") and line.count("\n") == 1, line
+
+
+class RankHere:
+    """One rank in this process, instead of one that is started."""
+
+    def __init__(self, options: GenerateOptions, source: FoundModel, prompts: list[list[int]]) -> None:
+        self._rank = generating_rank(source.config, prompts, options.max_tokens, options.drawing, 1)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return [getattr(self._rank, method)(*args)]
+
+
+def refusal(options: GenerateOptions) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate_chat, "started", lambda *given: nullcontext(RankHere(*given)))
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"import os\n")))
+        with pytest.raises(ValueError) as refused:
+            generate_chat.chat(options)
+        return str(refused.value)
+
+
+def test_a_message_of_tokens_that_the_model_does_not_have_is_one_line(ranks: RankPool, tmp_path: Path) -> None:
+    """As of a prompt; the embedding would raise its own words on a rank, or give rows of padding."""
+    chat_tokenizer(tmp_path, "chatml")
+    saved("qwen3", tmp_path, torch.float32, vocab_size=64)
+    (said,) = ranks.run(refusal, 1, GenerateOptions(str(tmp_path), max_tokens=1))
+    assert said.startswith("a prompt's tokens must lie in the model's vocabulary: got ") and "\n" not in said
 
 
 def their_answer(model: Any, tokenizer: Any, messages: list[dict[str, Any]]) -> str:

@@ -13,9 +13,11 @@ from support.architectures.runs import saved
 from support.ranks.rank_pool import RankPool
 
 from tpengine.cli import main
-from tpengine.commands.generate import GenerateOptions, find_model
+from tpengine.commands.generate import FoundModel, GenerateOptions, find_model
 from tpengine.commands.logprobs import LogprobsOptions, _config_of
 from tpengine.commands.logprobs_rank import scoring_rank
+from tpengine.config import Config, ModelConfig
+from tpengine.config.settings import ModelDetails
 from tpengine.data import TokenWriter, open_file
 from tpengine.data.columns import open_column
 from tpengine.data.whole_text import Stretch, stretches_of
@@ -79,6 +81,14 @@ def test_logprobs_are_those_of_transformers_in_any_layout(
     found: NDArray[np.float32] = np.append(np.zeros(1, np.float32), stretch.of_tokens(values[: len(stretch.tokens)]))
     # Of float64 models; a column has float32.
     np.testing.assert_allclose(found, by_transformers(theirs), atol=2e-6)
+
+
+@pytest.mark.parametrize(("positions", "seq_len"), [(64, 64), (4096, 2048)])
+def test_a_directorys_model_reads_as_far_as_its_positions(positions: int, seq_len: int) -> None:
+    """Rotary ones have no end, learned ones do."""
+    model = ModelConfig(architecture="gpt2", details=ModelDetails(max_positions=positions))
+    found = FoundModel(Config(model=model), Path(), trained_on=None)
+    assert _config_of(found, LogprobsOptions("", "", "ref"), 10_000).train.seq_len == seq_len
 
 
 def test_the_command_writes_a_column_and_refuses_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,6 +154,8 @@ def test_an_answer_without_a_token_of_its_own_at_its_end(tmp_path: Path) -> None
         ('{"messages": [{"content": "a"}]}', "has no role in message 1"),
         ('{"messages": [{"role": "user"}, 3]}', "has no role in message 2"),
         ('{"messages": [{"role": "user"}], "tools": {}}', "has tools that are no list"),
+        ('[{"role": "user", "content": "a"}, {"role": "assistant"}]', "has no content in message 2"),
+        ('[{"role": "assistant", "content": null, "tool_calls": []}]', "has no content in message 1"),
         ('[{"role": "user", "content": "\\ud800"}]', "is no JSON: 'utf-8' codec can't encode"),
     ],
 )
@@ -162,6 +164,10 @@ def test_a_line_that_is_no_conversation(line: str, said: str) -> None:
         parsed(line.encode(), "a.jsonl, line 7")
     assert str(refused.value).startswith(f"a line of a chat file must be a conversation: a.jsonl, line 7 {said}")
     assert "\n" not in str(refused.value)
+
+
+def test_a_message_that_calls_tools_needs_no_content() -> None:
+    assert parsed(json.dumps([CALL]).encode(), "").messages == [CALL]
 
 
 def test_lines_of_a_file(tmp_path: Path, template_of: Any) -> None:

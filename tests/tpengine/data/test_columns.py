@@ -67,6 +67,20 @@ def test_a_block_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_document_that_is_refused_leaves_the_writer_as_it_was(tmp_path: Path) -> None:
+    """Nothing of it is written, though its first column fits."""
+    write(tmp_path / "want", 2, 1)
+    with TokenWriter(tmp_path / "t", 256, TYPES) as writer:
+        writer.add([0, 1], weights=[0, 1], top_ids=[[0, 0, 0], [10, 11, 12]])
+        with pytest.raises(ValueError, match="document 1 has 1 tokens and 2 values of top_ids"):
+            writer.add([9], weights=[9], top_ids=[[9, 9, 9]] * 2)
+        writer.add([2], weights=[2], top_ids=[[20, 22, 24]])
+    assert (tmp_path / "t").read_bytes() == (tmp_path / "want").read_bytes()
+    for column in TYPES:
+        found, want = (column_path(tmp_path / name, column.name).read_bytes() for name in ("t", "want"))
+        assert found == want
+
+
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [

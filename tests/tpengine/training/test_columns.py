@@ -5,6 +5,8 @@ The loop by hand is plain torch in float64: sum(w * nll) / sum(w) over the globa
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +26,7 @@ from tpengine.runs.evaluation import held_out_loss
 from tpengine.runs.trainer import Trainer
 from tpengine.training.last_output import LastOutput
 from tpengine.training.objective import MicroBatch, Objective
+from tpengine.training.step_batch import BatchReader, MicroBatches
 
 CPU, VOCAB, IGNORED = torch.device("cpu"), 250, 32
 
@@ -148,6 +151,30 @@ def test_a_loss_is_given_the_columns_of_its_labels(ranks: RankPool, text: Path) 
     (want,) = ranks.run(own, 1, reading(small(1, 1, 1), text, "pair,gain"))
     for found in ranks.run(own, 2, reading(small(1, 2, 1), text, "pair,gain", packing="documents")):
         assert found == pytest.approx(want, rel=1e-12)
+
+
+def given_before_and_after_it_is_cut_short(config: Config) -> tuple[MicroBatches, MicroBatches, str]:
+    trainer = Trainer(config, open_corpus(config), CPU)
+    state = trainer.state
+    whole = trainer.step.reader.read(0)
+    os.truncate(config.data.path, 100)
+    cut = BatchReader(config, state.part.corpus.train, state.rank.mesh, (0, 0), CPU).read(0)
+    return whole.given, cut.given, cut.error
+
+
+def test_a_rank_that_cannot_read_computes_with_columns_of_zeros(ranks: RankPool, text: Path, tmp_path: Path) -> None:
+    """Of the file's dtypes and widths: a loss raises nothing that would be said in place of why it could not read."""
+    copy = shutil.copytree(text.parent, tmp_path / "copy") / text.name
+    config = reading(small(1, 1, 1), copy, "pair,gain")
+    ((whole, zeros, error),) = ranks.run(given_before_and_after_it_is_cut_short, 1, config)
+    assert "must not be cut short while it is read" in error
+    for before, after in (
+        (whole.weights, zeros.weights),
+        *((column, zeros.columns[name]) for name, column in whole.columns.items()),
+    ):
+        assert (after.dtype, after.shape) == (before.dtype, before.shape)
+        assert before.any() and not after.any()
+    assert whole.columns["pair"].shape == (*whole.tokens.shape, 2)
 
 
 def shifted(config: Config) -> str:

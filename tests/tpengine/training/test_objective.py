@@ -13,7 +13,17 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from support.engine.own_loss import OWN, Found, by_engine, by_hand, evaluated, numbers_by_hand
+from support.engine.own_loss import (
+    HIDDEN,
+    OWN,
+    Found,
+    by_engine,
+    by_hand,
+    evaluated,
+    hidden_by_hand,
+    hidden_loss,
+    numbers_by_hand,
+)
 from support.engine.parity import compare, config_of
 from support.mixtures import write_mixture
 from support.ranks.rank_pool import RankPool
@@ -29,7 +39,7 @@ from tpengine.runs.evaluation import held_out_losses
 from tpengine.runs.trainer import Trainer
 from tpengine.training import last_output
 from tpengine.training.last_output import LastOutput
-from tpengine.training.objective import MicroBatch, Objective, resolved
+from tpengine.training.objective import MicroBatch, NextToken, Objective, resolved
 from tpengine.training.planned_run import RunError
 from tpengine.training.step_loss import TrainingBatch
 
@@ -61,6 +71,17 @@ GRID = [
 @pytest.mark.parametrize("layout", range(len(GRID)), ids=["tp", "pp, full recomputation", "dp, ZeRO 3"])
 def test_every_axis_is_as_by_hand(ranks: RankPool, reference: Found, layout: int) -> None:
     compare(ranks.run(by_engine, 2, GRID[layout], STEPS), reference)
+
+
+def test_a_loss_of_hidden_states_alone_trains(ranks: RankPool) -> None:
+    """Replicas wait for the gradient of a head that has no part in the loss."""
+
+    def untied(dp: int, zero: int = 0) -> Config:
+        return evaluated(config_of(dp, 1, 1, tied=False, kv_heads=2, num_layers=1, zero=zero))
+
+    (by_one,) = ranks.run(by_hand, 1, untied(1), STEPS, hidden_by_hand)
+    for zero in (0, 3):
+        compare(ranks.run(by_engine, 2, untied(2, zero), STEPS, HIDDEN), by_one)
 
 
 @pytest.mark.slow
@@ -178,8 +199,40 @@ def test_settings_of_next_token_loss(ranks: RankPool) -> None:
     for found in ranks.run(first_loss, 2, with_settings(small(1, 2, 1))):
         assert found == pytest.approx(want, rel=1e-12)
     for settings in ({"z_loss": 0.1}, {"label_smoothing": 0.1}):
-        with pytest.raises(ValueError, match="which a loss of your own replaces: leave them 0"):
-            resolved(OWN, replace(small(1, 1, 1).train, **settings))  # type: ignore[arg-type]
+        for objective in (OWN, Objective(NextToken())):
+            with pytest.raises(ValueError, match="which a loss of your own replaces: leave them 0"):
+                resolved(objective, replace(small(1, 1, 1).train, **settings))  # type: ignore[arg-type]
+
+
+def test_a_metric_is_no_part_of_a_graph() -> None:
+    """Though it returns what the loss has kept, which needs a gradient: the sums would hold every step's graph."""
+    kept = list[Tensor]()
+
+    def loss(output: LastOutput, batch: MicroBatch) -> Tensor:
+        kept.append(hidden_loss(output, batch))
+        return kept[0]
+
+    z, ids = torch.zeros(4, 8, requires_grad=True), torch.arange(4)
+    output = LastOutput(z, 8, Communicator(None), 4, hidden=z[:, :3])
+    objective = Objective(loss, metrics={"m": lambda output, batch: (kept[0], kept[0])})
+    found = objective.evaluate(output, MicroBatch(ids, ids), 4.0)
+    assert found.loss.requires_grad and found.metrics == ((12.0, 12.0),)
+    assert not any(cast(Tensor, part).requires_grad for part in found.metrics[0])
+
+
+def rounding(output: LastOutput, batch: MicroBatch) -> float:
+    """What is left where the parts of a sum cancel: other noise on every rank."""
+    return 1e-7 * torch.distributed.get_rank()
+
+
+def cancelled(config: Config) -> float:
+    trainer = Trainer(config, open_corpus(config), CPU, objective=Objective(metrics={"m": rounding}))
+    return trainer.step.run(0).metrics["m"]
+
+
+def test_a_metric_whose_parts_cancel_may_differ_by_rounding(ranks: RankPool) -> None:
+    for found in ranks.run(cancelled, 2, small(1, 2, 1)):
+        assert abs(found) < 1e-7
 
 
 # What is wrong with an objective ends the run at its first step, on all ranks by the same line.
@@ -199,6 +252,10 @@ def raising(output: LastOutput, batch: MicroBatch) -> Tensor:
 
 def by_rank(output: LastOutput, batch: MicroBatch) -> Tensor:
     return (1 + 0.01 * torch.distributed.get_rank()) * output.entropy().sum()
+
+
+def halved(output: LastOutput, batch: MicroBatch) -> Tensor:
+    return output.entropy().bfloat16().sum()
 
 
 def short(output: LastOutput, batch: MicroBatch) -> Tensor:
@@ -228,6 +285,7 @@ def nothing(batch: MicroBatch) -> float:
 BAD: dict[str, tuple[Objective, str]] = {
     "shape": (Objective(shape), "a loss is one number, the sum over its micro-batch: got a tensor of shape (48,)"),
     "no gradient": (Objective(detached), "a loss must follow from the output by what autograd records"),
+    "16 bits": (Objective(halved), "a loss is summed in at least 32 bits: got torch.bfloat16, which would round every"),
     "an error": (Objective(raising), "the loss raised KeyError: 'reward' (line "),
     "short labels": (Objective(short), "labels are one of each token of the micro-batch: got (47,) for 48 tokens"),
     "by rank": (Objective(by_rank), "all tp ranks must compute the same: the loss is "),

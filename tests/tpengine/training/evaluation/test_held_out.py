@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from support.engine.own_loss import HIDDEN
 from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
 
 from tpengine.config import Config, DataConfig
 from tpengine.data import Samples, open_corpus, write_tokens
-from tpengine.runs.evaluation import held_out_loss, read_prompt
+from tpengine.runs.evaluation import held_out_loss, held_out_losses, read_prompt
 from tpengine.runs.trainer import Trainer
 from tpengine.training.planned_run import RunError
 
@@ -114,6 +115,22 @@ def test_a_held_out_text_of_its_own_is_what_the_loss_is_of(
     named = [replace(config, data=DataConfig(path=str(tmp_path / "u"), held_out=str(tmp_path / name))) for name in "vw"]
     (found,) = {tuple(of_rank) for of_rank in ranks.run(losses_of_rank, dp * tp * pp, [config, *named])}
     assert found[0] == found[1] != found[2]
+
+
+def keeps_hidden(config: Config) -> tuple[bool, bool]:
+    """Whether the model does in training, after an evaluation by another objective: of a plain run, and of another."""
+    plain = Trainer(config, open_corpus(config), CPU)
+    held_out_losses(plain.state, None, HIDDEN)
+    own = Trainer(config, open_corpus(config), CPU, objective=HIDDEN)
+    held_out_loss(own.state)
+    assert np.isfinite(own.step.run(0).loss)
+    return plain.state.model.keeps_hidden, own.state.model.keeps_hidden
+
+
+def test_an_evaluation_by_another_objective_leaves_training_as_it_was(ranks: RankPool, tmp_path: Path) -> None:
+    """A plain run keeps no hidden states, which cost memory; a loss of hidden states has them."""
+    write(tmp_path / "t")
+    assert ranks.run(keeps_hidden, 1, config_for(tmp_path / "t", 1, 1, 1)) == [(False, True)]
 
 
 @pytest.mark.slow
