@@ -164,7 +164,7 @@ class _Looks:
 
 
 def encoding_of(directory: str, begin: str | None = None, end: str | None = None) -> Encoding:
-    """Return how documents become ids: by the tokenizer in a directory, or as bytes; marks as Options has them.
+    """Return how documents become ids: by the tokenizer in a directory, or as bytes; marks as WriteOptions has them.
 
     Raises:
         ValueError: no tokenizer, or one without such a mark.

@@ -119,10 +119,14 @@ def find_model(options: GenerateOptions) -> FoundModel:
 def started(options: GenerateOptions, source: FoundModel, prompts: list[list[int]]) -> Ranks:
     """Return processes that continue prompts, when they have been told to prepare; of none, those that come later."""
     world = options.tp * options.pp
+    return Ranks(world, _RANK, source.config, prompts, options.max_tokens, options.drawing, num_threads_of(world))
+
+
+def num_threads_of(world_size: int) -> int:
+    """Return how many threads each of so many processes of this host computes with."""
     # What a user has set counts; started ranks have one thread.
     given = os.environ.get("OMP_NUM_THREADS", "")
-    num_threads = int(given) if given.isdecimal() and int(given) else max(1, num_cores() // world)
-    return Ranks(world, _RANK, source.config, prompts, options.max_tokens, options.drawing, num_threads)
+    return int(given) if given.isdecimal() and int(given) else max(1, num_cores() // world_size)
 
 
 def prompt_of(text: str, vocabulary: Vocabulary, begin: Sequence[int], model: ModelConfig) -> list[int]:

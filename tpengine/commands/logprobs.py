@@ -6,7 +6,6 @@ call is one pass over the samples of all replicas. The token that begins a docum
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,13 +14,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tpengine.commands.generate import FoundModel, GenerateOptions, find_model
+from tpengine.commands.generate import FoundModel, GenerateOptions, find_model, num_threads_of
 from tpengine.config import IGNORED_LABEL, Config, validate
 from tpengine.data import Column, Source, open_source, write_column
 from tpengine.data.columns import column_path
 from tpengine.data.source_files import SourceFile
 from tpengine.data.whole_text import Stretch, stretches_of
-from tpengine.distributed.launch import num_cores
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.files import try_to_write
 from tpengine.training.samples import WEIGHTS
@@ -83,10 +81,7 @@ def write_logprobs(options: LogprobsOptions) -> None:
     _check(column, source, found.config)
     config = _config_of(found, options, source.num_tokens)
     world = options.tp * options.pp * options.dp
-    # What a user has set counts; started ranks have one thread.
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    num_threads = int(given) if given.isdecimal() and int(given) else max(1, num_cores() // world)
-    with Ranks(world, _RANK, config, num_threads) as ranks:
+    with Ranks(world, _RANK, config, num_threads_of(world)) as ranks:
         (problem, *_) = ranks.call("prepare")
         if problem:
             raise ValueError(problem)

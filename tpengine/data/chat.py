@@ -115,21 +115,24 @@ def parsed(line: bytes, where: str) -> Conversation:
         value, problem = None, f"is no JSON: {str(error)[:80]}"
     messages: Any = value.get("messages") if isinstance(value, dict) else value
     tools: Any = value.get("tools") if isinstance(value, dict) else None
-    if not problem and (not isinstance(messages, list) or not messages):
-        problem = "has no messages"
-    if not problem and tools is not None and not isinstance(tools, list):
-        problem = "has tools that are no list"
-    for number, message in enumerate([] if problem else messages, start=1):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            problem = f"has no role in message {number}"
-            break
-    for number, message in enumerate([] if problem else messages, start=1):
-        if message.get("content") is None and not message.get("tool_calls"):
-            problem = f"has no content in message {number}"
-            break
-    if problem:
+    if problem := problem or _problem_of(messages, tools):
         raise ValueError(f"a line of a chat file must be a conversation: {where} {problem}: write it as {_EXAMPLE}")
     return Conversation(messages, tools or None, where)
+
+
+def _problem_of(messages: Any, tools: Any) -> str:
+    """Return why these are no conversation; empty if they are one."""
+    if not isinstance(messages, list) or not messages:
+        return "has no messages"
+    if tools is not None and not isinstance(tools, list):
+        return "has tools that are no list"
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f"has no role in message {number}"
+    for number, message in enumerate(messages, start=1):
+        if message.get("content") is None and not message.get("tool_calls"):
+            return f"has no content in message {number}"
+    return ""
 
 
 def weighted(conversation: Conversation, template: Template, train_on: str) -> tuple[list[int], list[int]]:

@@ -82,6 +82,10 @@ class Column(NamedTuple):
         number = np.dtype(self.dtype).newbyteorder("<")
         return number if self.width == 1 else np.dtype((number, (self.width,)))
 
+    def zeros(self, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return zeros instead of the values of so many tokens: [*shape], or [*shape, width] of a wider one."""
+        return np.zeros(shape if self.width == 1 else (*shape, self.width), dtype=self.dtype)
+
 
 def check_name(name: str) -> None:
     """Raise ValueError unless this is a name of a column."""
@@ -128,17 +132,12 @@ class ColumnFile:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._file.close()
 
-    def add(self, values: ArrayLike) -> int:
-        """Write the values of the next tokens, [n] or [n, width]; return their number.
-
-        Raises: ValueError: another shape, or values that the column's dtype does not hold.
-        """
-        stored = values_of(self.column, values, self.count)
+    def add(self, stored: NDArray[Any]) -> None:
+        """Write the values of the next tokens, as values_of returns them."""
         content = np.ascontiguousarray(stored).tobytes()
         self._content.update(content)
         self._file.write(content)
         self.count += len(stored)
-        return len(stored)
 
     def finish(self, num_tokens: int, fingerprint: str) -> None:
         """Write the header, and have everything on disk.
@@ -218,7 +217,7 @@ def write_column(file: SourceFile, column: Column, values: ArrayLike | Iterable[
     try:
         with written_beside(place) as beside, ColumnFile(beside, column, file.path) as writer:
             for piece in pieces:
-                writer.add(piece)
+                writer.add(values_of(column, piece, writer.count))
             writer.finish(len(file.tokens), file.fingerprint)
     except OSError as error:
         reason = error.strerror or error

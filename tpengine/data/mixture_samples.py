@@ -71,8 +71,7 @@ class _OfSources:
 
     def read_columns(self, samples: NDArray[np.int64], labels: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """Read what columns say of labels, as Samples.read_columns; of a source without weights each is 1."""
-        inner = {column.name: (column.width,) if column.width > 1 else () for column in self.columns}
-        found = {of.name: np.zeros((*labels.shape, *inner[of.name]), of.dtype) for of in self.columns}
+        found = {column.name: column.zeros(labels.shape) for column in self.columns}
 
         def take(of: Samples, now: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
             of_source = of.read_columns(numbers, labels[now]) if of.columns else {}

@@ -136,8 +136,7 @@ class Samples:
         Returns: of each column, by name, [count, S], or [count, S, width] of a wider one; contiguous, writable.
         Raises: ValueError: as `read`; weights that are negative or not finite.
         """
-        inner = {column.name: (column.width,) if column.width > 1 else () for column in self.columns}
-        found = {of.name: np.zeros((*labels.shape, *inner[of.name]), of.dtype) for of in self.columns}
+        found = {column.name: column.zeros(labels.shape) for column in self.columns}
         assert not isinstance(self.tokens, np.ndarray), "a text in memory has no columns"
         for row, targets in enumerate(self._targets(samples)):
             for place, begin, end in targets:

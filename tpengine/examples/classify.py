@@ -51,8 +51,13 @@ def right(output: LastOutput, batch: MicroBatch) -> Tensor:
 
 
 def count(batch: MicroBatch) -> float:
-    """Return the number of documents that end here."""
-    return float((batch.columns["grade"] > 0).sum())
+    """Return the number of documents that end here; ValueError for a class that there is not."""
+    grades = batch.columns["grade"]
+    if (largest := int(grades.max())) > CLASSES:
+        raise ValueError(
+            f"a grade must be 0, or a class + 1, at most {CLASSES}: got {largest}: correct the column, or CLASSES"
+        )
+    return float((grades > 0).sum())
 
 
 model = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 96, "num_layers": 1, "vocab_size": VOCAB}

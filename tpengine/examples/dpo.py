@@ -41,7 +41,7 @@ def write(path: str | Path, vocab_size: int, half: int, pairs: Iterable[tuple[An
 def margins(output: LastOutput, batch: MicroBatch) -> Tensor:
     """Return beta * ((p - r)[chosen] - (p - r)[rejected]) of each pair."""
     gained = output.token_logprobs(batch.labels) - batch.columns["reference"]
-    assert batch.weights is not None, "pairs.tokens was written by `write`"
+    assert batch.weights is not None, "`count` refuses such a text"
     chosen, rejected = output.sum_by_document(batch.weights * gained).view(-1, 2).unbind(1)
     return BETA * (chosen - rejected)
 
@@ -57,7 +57,14 @@ def preferred(output: LastOutput, batch: MicroBatch) -> Tensor:
 
 
 def count(batch: MicroBatch) -> float:
-    """Return the number of pairs: samples."""
+    """Return the number of pairs: samples; ValueError where one is not two halves."""
+    starts = [] if batch.documents is None else batch.documents.starts.tolist()
+    if batch.weights is None or starts != [*range(0, len(batch.tokens) + 1, max(1, batch.seq // 2))]:
+        raise ValueError(
+            f"a sample must be a pair, two documents of {batch.seq // 2} tokens with weights: got documents at "
+            f"{starts[:4]}, {'without' if batch.weights is None else 'with'} weights: write the text with `write`, and "
+            "set train.seq_len to twice its half"
+        )
     return len(batch.tokens) / batch.seq
 
 

@@ -24,7 +24,7 @@ from tpengine.layers import KeyValueCache
 from tpengine.layout.step_plan import Layout, forward_plan
 from tpengine.model.transformer import Transformer
 from tpengine.pipeline.executor import Executor
-from tpengine.pipeline.stage import RankPipeline, Stage
+from tpengine.pipeline.stage import Batch, RankPipeline, Stage
 from tpengine.pipeline.transfers import open_mailbox
 from tpengine.plan import Kind, Plan
 
@@ -84,6 +84,27 @@ class _Batch:
         return y
 
 
+def executor_of(
+    ranks: DecoderRank, plan: Plan, batch: Batch, seq: KeyValueCache | int, mailbox: Mailbox | None
+) -> Executor:
+    """Return what runs this rank's actions of a forward-only plan, plan.actions[pp].
+
+    Args:
+        ranks: this one's model, and the others.
+        plan: verified.
+        batch: the micro-batches of a pass.
+        seq: what rows follow on, or the length of sequences.
+        mailbox: carries the plan's messages.
+    """
+    at, last = ranks.mesh.at.pp, len(plan.chunks) - 1
+    stages = {
+        chunk: Stage(partial(ranks.model, seq=seq, chunk=number), batch, is_first=chunk == 0, is_last=chunk == last)
+        for number, chunk in enumerate(plan.chunks_of(at))
+    }
+    pipeline = RankPipeline(plan, at, stages, ranks.mesh.pp, ranks.device, mailbox)
+    return Executor(dist.get_rank(), {**pipeline.handlers(), Kind.WAIT: pipeline.wait})
+
+
 class _Pass:
     """A pass over so many rows on this rank: stages and transfers of one verified plan, made once and run often.
 
@@ -99,17 +120,9 @@ class _Pass:
         self, ranks: DecoderRank, cache: KeyValueCache, num_rows: int, plan: Plan, mailbox: Mailbox | None
     ) -> None:
         self.num_rows = num_rows
-        at, last = ranks.mesh.at.pp, len(plan.chunks) - 1
         self._batch = _Batch(torch.empty(0, dtype=torch.int64, device=ranks.device))
-        stages = {
-            chunk: Stage(
-                partial(ranks.model, seq=cache, chunk=number), self._batch, is_first=chunk == 0, is_last=chunk == last
-            )
-            for number, chunk in enumerate(plan.chunks_of(at))
-        }
-        pipeline = RankPipeline(plan, at, stages, ranks.mesh.pp, ranks.device, mailbox)
-        self._executor = Executor(dist.get_rank(), {**pipeline.handlers(), Kind.WAIT: pipeline.wait})
-        self._actions = plan.actions[at]
+        self._executor = executor_of(ranks, plan, self._batch, cache, mailbox)
+        self._actions = plan.actions[ranks.mesh.at.pp]
 
     def run(self, rows: Tensor) -> Tensor | None:
         """Run over tokens [T], which the cache has been told of; return the logits [T, V/tp] on the last stage."""

@@ -7,8 +7,6 @@ can mend is returned in words, as rank.py does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
@@ -20,54 +18,18 @@ from tpengine.config import Config
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.mesh import Shape, exchange_seconds
 from tpengine.distributed.process import choose_device, to_device
+from tpengine.generation.decoder import executor_of
 from tpengine.generation.rank import build, check_memory, rank_bytes
-from tpengine.layers.dropout import Position
-from tpengine.layers.rows import Documents
 from tpengine.layers.token_values import token_logprobs
 from tpengine.layout.step_plan import forward_plan, layout_of
 from tpengine.model.transformer import Transformer
-from tpengine.pipeline.executor import Executor
-from tpengine.pipeline.stage import RankPipeline, Stage
 from tpengine.pipeline.transfers import open_mailbox
-from tpengine.plan import Kind
+from tpengine.runs.evaluation import EvaluatedBatch
 from tpengine.runs.restoring import on_all_ranks
 from tpengine.training.planned_run import RunError
 from tpengine.training.step_batch import documents_of
 
 _LOGITS = "logits", "a shorter --seq-len"
-
-
-@dataclass
-class _Scored:
-    """The micro-batches of a pass (pipeline.stage.Batch): the last stage keeps what its labels have.
-
-    Attributes:
-        all_tokens, labels: int64 [micro-batches, T].
-        documents: of each micro-batch; none where sequences are whole.
-        logprobs_of: (logits[T, V/tp], labels[T]) -> [T].
-        position: where the model's layers look documents up.
-        found: by micro-batch.
-    """
-
-    all_tokens: Tensor
-    labels: Tensor
-    documents: tuple[Documents, ...]
-    logprobs_of: Callable[[Tensor, Tensor], Tensor]
-    position: Position
-    found: dict[int, Tensor] = field(default_factory=dict)
-
-    def begin(self, microbatch: int) -> None:
-        """See Batch; nothing is dropped."""
-        self.position.documents = self.documents[microbatch] if self.documents else None
-
-    def tokens(self, microbatch: int) -> Tensor:
-        """See Batch."""
-        return self.all_tokens[microbatch]
-
-    def loss(self, y: Tensor, microbatch: int) -> Tensor:
-        """See Batch."""
-        self.found[microbatch] = self.logprobs_of(y, self.labels[microbatch])
-        return y
 
 
 class ScoringRank:
@@ -90,7 +52,7 @@ class ScoringRank:
         try:
             device = choose_device(config.device, Launch(rank, world, rank, world))
             layout = layout_of(config)
-            weights, _ = rank_bytes(config, layout, [[0]], 0)
+            weights, _ = rank_bytes(config, layout, [], 0)
             num_logits = (
                 train.micro_batch_size * train.seq_len * config.model.vocab_size // Shape.of(config.parallel).tp
             )
@@ -128,31 +90,18 @@ class ScoringRank:
         )
         documents = documents_of(starts[mine], train.seq_len, train.micro_batch_size, ranks.device)
         vocab_size, tp = ranks.config.model.vocab_size, ranks.comms.tp
-        batch = _Scored(
-            own_tokens,
-            own_labels,
-            documents,
-            lambda logits, of_batch: token_logprobs(logits, of_batch, vocab_size, tp),
-            ranks.model.position,
-        )
+        found: dict[int, Tensor] = {}
+
+        def keep(logits: Tensor, microbatch: int) -> None:
+            found[microbatch] = token_logprobs(logits, own_labels[microbatch], vocab_size, tp)
+
         # Run the model, as a held-out loss does.
-        last = len(plan.chunks) - 1
-        stages = {
-            chunk: Stage(
-                partial(ranks.model, seq=train.seq_len, chunk=number),
-                batch,
-                is_first=chunk == 0,
-                is_last=chunk == last,
-            )
-            for number, chunk in enumerate(plan.chunks_of(at.pp))
-        }
-        pipeline = RankPipeline(plan, at.pp, stages, ranks.mesh.pp, ranks.device, self._mailbox)
-        handlers = {**pipeline.handlers(), Kind.WAIT: pipeline.wait}
+        batch = EvaluatedBatch(own_tokens, keep, ranks.model.position, documents)
         with torch.no_grad():
-            Executor(dist.get_rank(), handlers).run(plan.actions[at.pp])
+            executor_of(ranks, plan, batch, train.seq_len, self._mailbox).run(plan.actions[at.pp])
         tp.check()
-        if not batch.found or at.tp:
+        if not found or at.tp:
             return None
-        found = torch.stack([batch.found[number] for number in range(train.num_micro_batches)])
-        values: NDArray[np.float32] = found.float().cpu().numpy().reshape(each, -1)
+        of_all = torch.stack([found[number] for number in range(train.num_micro_batches)])
+        values: NDArray[np.float32] = of_all.float().cpu().numpy().reshape(each, -1)
         return values

@@ -41,7 +41,7 @@ _OF_NONE = -1
 
 
 @dataclass(frozen=True)
-class _Evaluated:
+class EvaluatedBatch:
     """The batch of a pass without training (pipeline.stage.Batch): `on_logits` is given the logits."""
 
     all_tokens: Tensor
@@ -87,7 +87,7 @@ class ForwardPass:
         """
         state, rank = self._state, self._state.rank
         at = rank.mesh.at.pp
-        stages = state.stages(_Evaluated(tokens, on_logits, state.model.position, documents))
+        stages = state.stages(EvaluatedBatch(tokens, on_logits, state.model.position, documents))
         pipeline = RankPipeline(self._plan, at, stages, rank.mesh.pp, rank.device, rank.mailbox)
         moves = WeightMoves(state.sliced, lambda _: None, state.model.release)
         handlers = {**moves.around(pipeline.handlers()), Kind.WAIT: moves.waiting(pipeline.wait_for)}

@@ -153,6 +153,7 @@ def test_an_answer_without_a_token_of_its_own_at_its_end(tmp_path: Path) -> None
         ('{"messages": "a"}', "has no messages"),
         ('{"messages": [{"content": "a"}]}', "has no role in message 1"),
         ('{"messages": [{"role": "user"}, 3]}', "has no role in message 2"),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}', "has no content in message 2"),
         ('{"messages": [{"role": "user"}], "tools": {}}', "has tools that are no list"),
         ('[{"role": "user", "content": "a"}, {"role": "assistant"}]', "has no content in message 2"),
         ('[{"role": "assistant", "content": null, "tool_calls": []}]', "has no content in message 1"),

@@ -53,19 +53,18 @@ def config_of(path: Path | str, packing: str, columns: str = "pair") -> Config:
     )
 
 
-def check(part: Any, has_weights: bool = True) -> None:
+def check(part: Any) -> None:
     """All samples of a part, in two passes over it."""
     numbers = np.arange(2 * part.num_windows)
     _, labels, _ = part.read_with_starts(numbers)
     counted = np.where(labels == IGNORED_LABEL, 0, labels)
     assert counted.any()
     columns = part.read_columns(numbers, labels)
-    assert set(columns) == {"pair", "weights"} if has_weights else {"pair"}
+    assert set(columns) == {"pair", "weights"}
     np.testing.assert_array_equal(columns["pair"], counted[..., None] * [1, 2])
     assert columns["pair"].dtype == np.int32
-    if has_weights:
-        np.testing.assert_array_equal(columns["weights"], counted)
-        assert columns["weights"].dtype == np.float32
+    np.testing.assert_array_equal(columns["weights"], counted)
+    assert columns["weights"].dtype == np.float32
 
 
 def sources_of(directory: Path, packing: str) -> str:

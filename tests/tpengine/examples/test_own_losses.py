@@ -27,6 +27,7 @@ from tpengine.data import Column, open_corpus, open_file, write_column
 from tpengine.examples import classify, distill, dpo
 from tpengine.runs.trainer import Trainer
 from tpengine.training.objective import Objective
+from tpengine.training.planned_run import RunError
 
 CPU = torch.device("cpu")
 SEQ = 24
@@ -137,6 +138,32 @@ def test_a_first_step_is_as_by_hand(ranks: RankPool, tmp_path: Path, name: str) 
     (want,) = ranks.run(by_hand, 1, config_for(name, path, 1), name)
     for loss, metrics in ranks.run(first_step, 2, config_for(name, path, 2), name):
         assert loss == pytest.approx(want[0], rel=1e-6) and metrics == pytest.approx(want[1], rel=1e-6)
+
+
+def refused(config: Config, name: str) -> str:
+    """A rank's program: why the first step ends the run."""
+    with pytest.raises(RunError) as error:
+        first_step(config, name)
+    return str(error.value)
+
+
+def test_a_text_that_does_not_fit_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    """Sequences that are not two documents, as of another train.seq_len or packing; classes that there are not."""
+    config = config_for("dpo", written("dpo", tmp_path / "pairs.tokens"), 2)
+    graded = written("classify", tmp_path / "graded.tokens")
+    file = open_file(graded)
+    write_column(file, Column("grade", "uint8"), np.full(len(file.tokens), classify.CLASSES + 1, np.uint8))
+    for name, wrong, said in (
+        (
+            "dpo",
+            replace(config, train=replace(config.train, seq_len=2 * SEQ)),
+            "two documents of 24 tokens with weights",
+        ),
+        ("dpo", replace(config, data=replace(config.data, packing="cut")), "got documents at [], with weights: "),
+        ("classify", config_for("classify", graded, 2), "a grade must be 0, or a class + 1, at most 3: got 4: "),
+    ):
+        for line in ranks.run(refused, 2, wrong, name):
+            assert line.startswith("the count raised ValueError: ") and said in line and "\n" not in line, line
 
 
 def test_the_snippet_of_the_page_runs() -> None:
