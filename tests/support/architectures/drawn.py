@@ -21,6 +21,15 @@ CONFIGS = {
     "ministral3": "Ministral3Config",
 }
 
+# Rotary positions of heads of 10 elements, of which 6 are rotated.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "partial_rotary_factor": 0.6,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [1.5, 2.0, 4.0],
+}
+
 
 def drawn_config(architecture: str, seed: int, **given: Any) -> Any:
     """Return a tiny configuration: heads, KV heads, head size, ties, biases, eps, rotary positions, window, vocabulary.
