@@ -15,7 +15,7 @@ def block(model: ModelConfig, layer: int) -> Mapping[str, Part]:
     windows = model.details.windows
     return {
         "input_layernorm": Norm(),
-        "self_attn": Attention(window=windows[layer % len(windows)] if windows else 0),
+        "self_attn": Attention(window=windows[layer] if windows else 0),
         "post_attention_layernorm": Norm(),
         "mlp": FeedForward(),
     }

@@ -32,7 +32,7 @@ from tpengine.architectures.registry import layers_are_alike
 from tpengine.config import Config
 from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
 from tpengine.dtypes import dtype_bytes
-from tpengine.layout.parameters import EMBEDDING, num_parameters, stage_specs
+from tpengine.layout.parameters import EMBEDDING, layer_specs, num_parameters, stage_specs
 from tpengine.layout.state_bytes import even_state_bytes
 from tpengine.layout.step_plan import gradient_bytes, layer_ranges
 from tpengine.layout.update_work import update_work
@@ -84,7 +84,9 @@ class Bounds:
         # As its chips compute: all from caches, of which no plan's rank touches less.
         self._machine = question.machine.slowest_of(question.num_ranks).touching(0.0).at_best()
         self.num_layers, self.num_weights = model.num_layers, num_parameters(model)
-        self.layer_weights = num_parameters(replace(model, num_layers=2)) - num_parameters(replace(model, num_layers=1))
+        self.layer_weights = min(
+            sum(math.prod(spec.shape) for spec in layer_specs(model, 1, layer)) for layer in range(self.num_layers)
+        )
         self.narrow, self.wide = dtype_bytes(dtype), gradient_bytes(dtype)
         # By what each depends on: nothing of a question but its model; machine and dtype; the batch too.
         self._saved: dict[tuple[int, int, str, str], int] = {}
