@@ -131,7 +131,7 @@ def _factor_of(longest: Any, original: Any) -> float | None:
     return max(1.0, longest / original) if known else None
 
 
-def _scaling(values: Mapping[str, Any], path: str, rotates_parts: bool = False) -> RopeScaling:
+def _scaling(values: Mapping[str, Any], path: str, rotates_parts: bool) -> RopeScaling:
     kind = values.get("rope_type", values.get("type", "default"))
     if kind not in _NEEDED:
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from tpkernels.derivatives import differentiable_once, is_recorded
-from tpkernels.ops.rope import RopeScaling, rope_tables
+from tpkernels.ops.rope_tables import RopeScaling, rope_tables
 
 from tpengine.layers.query_scaling import QueryScaling
 

@@ -9,8 +9,8 @@ from collections import Counter
 from tpengine.architectures.part import Part
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import Config, ModelConfig
-from tpengine.layout.groups import first_trained, frozen_of
-from tpengine.layout.parameters import EMBEDDING, HEAD, layer_specs
+from tpengine.layout.groups import first_trained, frozen_of, trains_head
+from tpengine.layout.parameters import layer_specs
 from tpengine.plan import Recompute
 
 
@@ -56,7 +56,7 @@ def _left_out(config: Config, sequences: int, *, causal_half: bool) -> int:
             continue
         matrices = [spec for spec in layer_specs(model, 1, layer) if spec.is_matrix and spec.name in frozen]
         flops += 2 * sequences * seq * sum(math.prod(spec.shape) for spec in matrices)
-    if (EMBEDDING if model.tie_embeddings else HEAD) in frozen:
+    if not trains_head(model, frozen):
         flops += architecture_of(model).ends(model).head_flops(model, sequences * seq)
     return flops
 

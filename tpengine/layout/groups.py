@@ -64,6 +64,11 @@ def trains_lookup(model: ModelConfig, frozen: frozenset[str]) -> bool:
     return any(name in names and name not in frozen for name in (EMBEDDING, POSITIONS))
 
 
+def trains_head(model: ModelConfig, frozen: frozenset[str]) -> bool:
+    """Return whether the output head's weight is trained: the embedding's where they are tied."""
+    return (EMBEDDING if model.tie_embeddings else HEAD) not in frozen
+
+
 def check_groups(config: Config) -> None:
     """Check the groups against the parameters of the model.
 

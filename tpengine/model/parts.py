@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.attention.choice import Whose
-from tpkernels.ops.rope import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
+from tpkernels.ops.rope_tables import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 
 from tpengine.architectures import describe
 from tpengine.config import ModelConfig

@@ -114,7 +114,7 @@ def _case(
 def _qkv_case(shape: Shape, causal: Sees) -> Case:
     """Return the case of what a layer does between its projections, including rotary embedding."""
     from tpkernels.ops.attention import attention_qkv
-    from tpkernels.ops.rope import rope_tables
+    from tpkernels.ops.rope_tables import rope_tables
 
     model, seq = shape.model, shape.seq
     heads = [model.heads, model.kv_heads, model.kv_heads]

@@ -22,7 +22,7 @@ from tpkernels.launch import INTERPRETED, Target, observed
 from tpkernels.ops.activation import swiglu
 from tpkernels.ops.attention import attention_qkv
 from tpkernels.ops.norm.operator import add_rms_norm, rms_norm
-from tpkernels.ops.rope import rope_tables
+from tpkernels.ops.rope_tables import rope_tables
 
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import IGNORED_LABEL, ModelConfig

@@ -26,7 +26,8 @@ from tpkernels.ops.embedding import embedding
 from tpkernels.ops.matmul import matmul_swiglu
 from tpkernels.ops.matmul.operator import matmul
 from tpkernels.ops.norm.operator import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from tpkernels.ops.rope import rope, rope_tables
+from tpkernels.ops.rope import rope
+from tpkernels.ops.rope_tables import rope_tables
 
 ALONE = Communicator(None)
 LABELS = torch.tensor([0, 3, 5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 # What transformers calls the configuration of each architecture of ours.
@@ -18,6 +19,15 @@ CONFIGS = {
     "phi3": "Phi3Config",
     "olmo3": "Olmo3Config",
     "ministral3": "Ministral3Config",
+}
+
+# Rotary positions of heads of 10 elements, of which 6 are rotated.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "partial_rotary_factor": 0.6,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [1.5, 2.0, 4.0],
 }
 
 
@@ -70,76 +80,116 @@ def _family(architecture: str, draw: random.Random) -> dict[str, Any]:
         entries["attention_bias"] = draw.random() < 0.5
     if architecture in ("llama", "granite", "smollm3"):
         entries["mlp_bias"] = draw.random() < 0.5
-    if architecture == "granite":
-        entries |= dict(
-            embedding_multiplier=draw.choice([1.0, 12.3]),
-            attention_multiplier=draw.choice([0.015625, 0.3]),
-            residual_multiplier=draw.choice([0.22, 1.0]),
-            logits_scaling=draw.choice([8.0, 3.0]),
-        )
-    if architecture == "smollm3":
-        entries |= dict(
-            no_rope_layers=draw.choice([None, [1, 0], [0, 1]]),
-            no_rope_layer_interval=draw.choice([2, 4]),
-            use_sliding_window=draw.random() < 0.5,
-            sliding_window=draw.choice([3, 7]),
-        )
-    if architecture in ("mistral", "ministral3"):
-        entries["sliding_window"] = draw.choice([None, 1, 5])
-    if architecture in ("qwen2", "qwen3"):
-        entries |= dict(
-            use_sliding_window=draw.random() < 0.5,
-            sliding_window=draw.choice([3, 7]),
-            max_window_layers=draw.choice([0, 1, 2]),
-        )
-    if architecture in ("gemma3", "olmo3"):
-        kinds = ["sliding_attention", "full_attention"]
-        entries |= dict(
-            layer_types=[draw.choice(kinds), draw.choice(kinds)],
-            sliding_window=draw.choice([3, 7]),
-            query_pre_attn_scalar=draw.choice([4, 24]),
-            rope_parameters={
-                kinds[0]: {"rope_type": "default", "rope_theta": draw.choice([100.0, 10000.0])},
-                # Of several entries transformers does not read `truncate`.
-                kinds[1]: {name: value for name, value in _rope(draw).items() if name != "truncate"},
-            },
-        )
-        if architecture == "olmo3":
-            del entries["query_pre_attn_scalar"]
-            # One base: version 4 has no other place for it.
-            theta = entries["rope_parameters"][kinds[1]]["rope_theta"]
-            entries["rope_parameters"][kinds[0]]["rope_theta"] = theta
-    elif architecture == "phi3":
-        # Heads of an even number of elements of which an even number is rotated.
-        size, rotated = draw.choice([(8, 8), (8, 6), (10, 4)])
-        entries |= dict(hidden_size=heads * size, sliding_window=draw.choice([None, 5]))
-        entries["rope_parameters"] = {
-            "rope_type": "default",
-            "rope_theta": draw.choice([100.0, 10000.0]),
-            "partial_rotary_factor": rotated / size,
-        }
-        if draw.random() < 0.7:
-            # Sequences are longer than the first length, and shorter than the second.
-            entries |= dict(original_max_position_embeddings=draw.choice([8, 64]), max_position_embeddings=256)
-            entries["rope_parameters"] |= dict(
-                rope_type="longrope",
-                short_factor=[draw.uniform(1, 2) for _ in range(rotated // 2)],
-                long_factor=[draw.uniform(2, 9) for _ in range(rotated // 2)],
-            )
-            if draw.random() < 0.3:
-                entries["rope_parameters"] |= dict(factor=4.0, attention_factor=0.7)
-    elif architecture == "ministral3":
-        mscale = draw.choice([None, 0.7, 1.0])
-        entries["rope_parameters"] = {
-            "rope_type": "yarn",
-            "rope_theta": draw.choice([100.0, 10000.0]),
-            "factor": draw.choice([2.0, 4.0]),
-            "original_max_position_embeddings": draw.choice([4, 64]),
-            "llama_4_scaling_beta": draw.choice([0.1, 0.7]),
-        } | ({} if mscale is None else {"mscale": mscale, "mscale_all_dim": 1.0})
-    else:
-        entries["rope_parameters"] = _rope(draw)
+    return entries | _OWN.get(architecture, _llama)(draw, heads)
+
+
+def _llama(draw: random.Random, heads: int) -> dict[str, Any]:
+    return {"rope_parameters": _rope(draw)}
+
+
+def _qwen(draw: random.Random, heads: int) -> dict[str, Any]:
+    return dict(
+        use_sliding_window=draw.random() < 0.5,
+        sliding_window=draw.choice([3, 7]),
+        max_window_layers=draw.choice([0, 1, 2]),
+        rope_parameters=_rope(draw),
+    )
+
+
+def _mistral(draw: random.Random, heads: int) -> dict[str, Any]:
+    return dict(sliding_window=draw.choice([None, 1, 5]), rope_parameters=_rope(draw))
+
+
+def _granite(draw: random.Random, heads: int) -> dict[str, Any]:
+    return dict(
+        embedding_multiplier=draw.choice([1.0, 12.3]),
+        attention_multiplier=draw.choice([0.015625, 0.3]),
+        residual_multiplier=draw.choice([0.22, 1.0]),
+        logits_scaling=draw.choice([8.0, 3.0]),
+        rope_parameters=_rope(draw),
+    )
+
+
+def _smollm3(draw: random.Random, heads: int) -> dict[str, Any]:
+    return dict(
+        no_rope_layers=draw.choice([None, [1, 0], [0, 1]]),
+        no_rope_layer_interval=draw.choice([2, 4]),
+        use_sliding_window=draw.random() < 0.5,
+        sliding_window=draw.choice([3, 7]),
+        rope_parameters=_rope(draw),
+    )
+
+
+def _gemma3(draw: random.Random, heads: int) -> dict[str, Any]:
+    kinds = ["sliding_attention", "full_attention"]
+    return dict(
+        layer_types=[draw.choice(kinds), draw.choice(kinds)],
+        sliding_window=draw.choice([3, 7]),
+        query_pre_attn_scalar=draw.choice([4, 24]),
+        rope_parameters={
+            kinds[0]: {"rope_type": "default", "rope_theta": draw.choice([100.0, 10000.0])},
+            # Of several entries transformers does not read `truncate`.
+            kinds[1]: {name: value for name, value in _rope(draw).items() if name != "truncate"},
+        },
+    )
+
+
+def _olmo3(draw: random.Random, heads: int) -> dict[str, Any]:
+    entries = _gemma3(draw, heads)
+    del entries["query_pre_attn_scalar"]
+    # One base: version 4 has no other place for it.
+    ropes = entries["rope_parameters"]
+    ropes["sliding_attention"]["rope_theta"] = ropes["full_attention"]["rope_theta"]
     return entries
+
+
+def _phi3(draw: random.Random, heads: int) -> dict[str, Any]:
+    # Heads of an even number of elements of which an even number is rotated.
+    size, rotated = draw.choice([(8, 8), (8, 6), (10, 4)])
+    entries: dict[str, Any] = dict(hidden_size=heads * size, sliding_window=draw.choice([None, 5]))
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": draw.choice([100.0, 10000.0]),
+        "partial_rotary_factor": rotated / size,
+    }
+    if draw.random() < 0.7:
+        # Sequences are longer than the first length, and shorter than the second.
+        entries |= dict(original_max_position_embeddings=draw.choice([8, 64]), max_position_embeddings=256)
+        rope |= dict(
+            rope_type="longrope",
+            short_factor=[draw.uniform(1, 2) for _ in range(rotated // 2)],
+            long_factor=[draw.uniform(2, 9) for _ in range(rotated // 2)],
+        )
+        if draw.random() < 0.3:
+            rope |= dict(factor=4.0, attention_factor=0.7)
+    return entries | {"rope_parameters": rope}
+
+
+def _ministral3(draw: random.Random, heads: int) -> dict[str, Any]:
+    window, mscale = draw.choice([None, 1, 5]), draw.choice([None, 0.7, 1.0])
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": draw.choice([100.0, 10000.0]),
+        "factor": draw.choice([2.0, 4.0]),
+        "original_max_position_embeddings": draw.choice([4, 64]),
+        "llama_4_scaling_beta": draw.choice([0.1, 0.7]),
+    }
+    amplitudes = {} if mscale is None else {"mscale": mscale, "mscale_all_dim": 1.0}
+    return {"sliding_window": window, "rope_parameters": rope | amplitudes}
+
+
+# What a family draws besides, rotary positions among it; the others draw what Llama does.
+_OWN: dict[str, Callable[[random.Random, int], dict[str, Any]]] = {
+    "qwen2": _qwen,
+    "qwen3": _qwen,
+    "mistral": _mistral,
+    "gemma3": _gemma3,
+    "granite": _granite,
+    "smollm3": _smollm3,
+    "phi3": _phi3,
+    "olmo3": _olmo3,
+    "ministral3": _ministral3,
+}
 
 
 def _rope(draw: random.Random) -> dict[str, Any]:

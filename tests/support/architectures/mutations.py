@@ -55,30 +55,24 @@ def rotated_in_the_other_convention() -> Any:
 def default_theta_taken() -> Any:
     """The base is 10000, whatever config.json says."""
     read = ConfigJson.rope
-    return patch.object(
-        ConfigJson, "rope", lambda config, section=None, default=0.0, **_: (10000.0, read(config, section)[1])
-    )
+    return patch.object(ConfigJson, "rope", lambda *of, **named: (10000.0, read(*of, **named)[1]))
 
 
 def rope_scaling_dropped() -> Any:
     """Frequencies are not scaled, whatever config.json says."""
     read = ConfigJson.rope
-    return patch.object(
-        ConfigJson, "rope", lambda config, section=None, default=0.0, **_: (read(config, section)[0], RopeScaling())
-    )
+    return patch.object(ConfigJson, "rope", lambda *of, **named: (read(*of, **named)[0], RopeScaling()))
 
 
 def attention_factor_dropped() -> Any:
     """Yarn's frequencies without the factor of its tables, 0.1 ln(factor) + 1."""
     read = ConfigJson.rope
 
-    def rope(
-        config: ConfigJson, section: str | None = None, default: float = 1e4, **_: Any
-    ) -> tuple[float, RopeScaling]:
-        theta, scaling = read(config, section, default)
+    def without_factor(*of: Any, **named: Any) -> tuple[float, RopeScaling]:
+        theta, scaling = read(*of, **named)
         return theta, replace(scaling, attention_factor=1.0)
 
-    return patch.object(ConfigJson, "rope", rope)
+    return patch.object(ConfigJson, "rope", without_factor)
 
 
 def queries_rotated_one_position_late() -> Any:

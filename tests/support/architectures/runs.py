@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.architectures.drawn import CONFIGS, drawn_config
+from support.architectures.drawn import CONFIGS, LONGROPE, drawn_config
 from support.architectures.transformers_models import built
 from support.engine.parity import config_of, whole_weights
 from tpengine.architectures.model_path import model_at
@@ -43,13 +43,7 @@ SIZES["ministral3"] |= {
 }
 # transformers changes the factors of longrope when a text reaches the original length; here it is never that long.
 SIZES["phi3"] |= {
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 100.0,
-        "partial_rotary_factor": 0.6,
-        "short_factor": [1.0, 1.5, 2.0],
-        "long_factor": [1.5, 2.0, 4.0],
-    },
+    "rope_parameters": LONGROPE,
     "original_max_position_embeddings": 64,
     "max_position_embeddings": 256,
 }

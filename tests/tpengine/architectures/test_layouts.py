@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.architectures.drawn import CONFIGS, drawn_config
+from support.architectures.drawn import CONFIGS, LONGROPE, drawn_config
 from support.architectures.transformers_models import config_json
 from support.engine.exactness import assert_same_bits, merge
 from support.engine.exactness import train as train_exactly
@@ -39,13 +39,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "phi3": {
         "hidden_size": 40,
         "sliding_window": 5,
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 100.0,
-            "partial_rotary_factor": 0.6,
-            "short_factor": [1.0, 1.5, 2.0],
-            "long_factor": [1.5, 2.0, 4.0],
-        },
+        "rope_parameters": LONGROPE,
         "original_max_position_embeddings": 8,
     },
     "ministral3": {
@@ -74,7 +68,7 @@ def config(
     given = dict(SIZES) if architecture != "gpt2" else {}
     if architecture in ("qwen2", "phi3"):
         del given["head_dim"]
-    theirs = drawn_config(architecture, 1, **{**given, "vocab_size": 250, **PARTS.get(architecture, {})})
+    theirs = drawn_config(architecture, 1, **{**given, "vocab_size": 250, **PARTS[architecture]})
     base = config_of(*layout, tied=False, kv_heads=4, schedule=schedule, num_layers=4, zero=zero)
     base = replace(base, model=model_of(config_json(theirs)), train=replace(base.train, reduction=reduction))
     return validate(base, layout[0] * layout[1] * layout[2])

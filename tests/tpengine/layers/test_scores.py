@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tpkernels.ops.rope import LinearScaling, LongRopeScaling, rope_tables
+from tpkernels.ops.rope_tables import LinearScaling, LongRopeScaling, rope_tables
 
 from tpengine.layers.query_scaling import QueryScaling, with_scaled_queries
 from tpengine.layers.scaled import scaled

@@ -84,8 +84,9 @@ class Bounds:
         # As its chips compute: all from caches, of which no plan's rank touches less.
         self._machine = question.machine.slowest_of(question.num_ranks).touching(0.0).at_best()
         self.num_layers, self.num_weights = model.num_layers, num_parameters(model)
-        of_layers = (layer_specs(model, 1, layer) for layer in range(model.num_layers))
-        self.layer_weights = min(sum(math.prod(spec.shape) for spec in specs) for specs in of_layers)
+        self.layer_weights = min(
+            sum(math.prod(spec.shape) for spec in layer_specs(model, 1, layer)) for layer in range(self.num_layers)
+        )
         self.narrow, self.wide = dtype_bytes(dtype), gradient_bytes(dtype)
         # By what each depends on: nothing of a question but its model; machine and dtype; the batch too.
         self._saved: dict[tuple[int, int, str, str], int] = {}

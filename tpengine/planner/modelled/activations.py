@@ -28,8 +28,8 @@ from tpengine.architectures.norm import Norm
 from tpengine.architectures.part import Ledger, Product, Sizes, num_kept
 from tpengine.architectures.registry import architecture_of, layer_halves
 from tpengine.config import Config
-from tpengine.layout.groups import first_trained, frozen_of, trains_lookup
-from tpengine.layout.parameters import EMBEDDING, HEAD, layer_specs
+from tpengine.layout.groups import first_trained, frozen_of, trains_head, trains_lookup
+from tpengine.layout.parameters import layer_specs
 from tpengine.plan import Chunk, Kind, Plan, Recompute
 from tpengine.planner import ChunkBytes
 from tpengine.planner.modelled.trained import trained_products
@@ -368,8 +368,8 @@ class ChunkWalks:
 
     def _deferred_last(self) -> int:
         """Return what the weight half of the model's end needs, of what is trained there."""
-        s, ends, model = self.s, self.ends, self.s.model
-        frozen = ends.head(s).operands(s) * ((EMBEDDING if model.tie_embeddings else HEAD) in self.frozen)
+        s, ends = self.s, self.ends
+        frozen = ends.head(s).operands(s) * (not trains_head(s.model, self.frozen))
         return ends.deferred_last(s) - frozen - ends.norm.num_vectors(s) * s.wide * ("norm.weight" in self.frozen)
 
     def forward(self, recompute: Recompute) -> Ledger:

@@ -53,10 +53,11 @@ def prepared_bytes(config: Config, layout: Layout, rank: int, machine: Machine) 
     if not prepares(config, machine):
         return 0
     numel, size = 0, Sizes.of(config, layout.tp)
+    shards, rows = 1, size.own_tokens
+    if config.train.reduction == "exact":
+        # Each shard multiplies all tokens by a matrix of its own.
+        shards, rows = num_shards_of(config) // layout.tp, size.tokens
     for first, last in layout.layers_of(rank):
-        shards = num_shards_of(config) // layout.tp if config.train.reduction == "exact" else 1
-        # In exact mode each shard multiplies all tokens by a matrix of its own.
-        rows = size.tokens if config.train.reduction == "exact" else size.own_tokens
         for layer in range(first, last):
             # Columns that are multiplied together are one matrix.
             products = [product for half in layer_halves(config.model, layer) for product in half.part.products(size)]

@@ -19,8 +19,7 @@ from tpengine.architectures.norm import Norm
 from tpengine.architectures.part import Kernel, Operator, Product, Sizes
 from tpengine.architectures.registry import architecture_of, layer_halves
 from tpengine.config import ModelConfig
-from tpengine.layout.groups import first_trained, trains_lookup
-from tpengine.layout.parameters import EMBEDDING, HEAD
+from tpengine.layout.groups import first_trained, trains_head, trains_lookup
 from tpengine.plan import Chunk, Gathered, Kind, Recompute
 from tpengine.planner.modelled.operators import ActionSeconds, KnownSums, Operators, OperatorSum
 from tpengine.planner.modelled.trained import trained_products
@@ -64,7 +63,7 @@ class ChunkActions:
         # Those that backward comes to.
         self.trained_blocks = Counter(halves for layer, halves in blocks.items() if layer >= first)
         self.looks_up = self.is_first and trains_lookup(model, frozen)
-        self.trains_head = (EMBEDDING if model.tie_embeddings else HEAD) not in frozen
+        self.trains_head = trains_head(model, frozen)
         gathers_again = chunk.gathered is Gathered.AGAIN and size.own_tokens < size.tokens
         # Exchanges of the weight half: of the inputs of column-parallel products, and, in W, of dy of the others.
         self.columns_again = int(gathers_again)

@@ -184,7 +184,7 @@ def _check_fits(config: Config, needed: RankMemory, limit: int, rank: int, machi
         fitting = (
             words
             for words, other in smaller_settings(config)
-            if all(held.peak <= limit for held in _on_stages(other, None, machine))
+            if all(held.peak <= limit for held in _on_stages(other, machine))
         )
         words = next(fitting, "")
         remedy = f"use {words}" if words else "use more ranks, or a smaller --train.micro-batch-size"
@@ -197,8 +197,8 @@ def _check_fits(config: Config, needed: RankMemory, limit: int, rank: int, machi
         )
 
 
-def _on_stages(config: Config, residency: Residency | None, machine: Machine) -> tuple[RankMemory, ...]:
-    layout = layout_of(config, residency)
+def _on_stages(config: Config, machine: Machine) -> tuple[RankMemory, ...]:
+    layout = layout_of(config)
     return memory_of(config, layout, training_plan(config, layout), machine)
 
 

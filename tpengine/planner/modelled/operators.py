@@ -115,17 +115,11 @@ class Operators:
         """Return the sizes of a block on one of `tp` ranks."""
         return Sizes.of(config, tp)
 
-    def operator(self, operator: Operator, exchanges: int = 1, kind: str = "forward") -> OperatorSum:
-        """Return what an operator takes.
-
-        Args:
-            operator: of a part.
-            exchanges: of a product with its inputs or outputs.
-            kind: of a product: forward, input_gradient or weight_gradient.
-        """
+    def operator(self, operator: Operator) -> OperatorSum:
+        """Return what an operator of a part takes, a product in forward."""
         match operator:
             case Product():
-                return self.product(operator, exchanges, kind)
+                return self.product(operator, 1)
             case Exchange():
                 return OperatorSum(exchanges=self._exchanged(operator))
         if operator.seq:

@@ -34,7 +34,8 @@ from tpkernels.ops.attention.backward import launch_attention_backward
 from tpkernels.ops.attention.launch import Sides, Tables
 from tpkernels.ops.attention.operator import attention_op
 from tpkernels.ops.attention.reference import attention_reference
-from tpkernels.ops.rope import rope_reference, rope_tables
+from tpkernels.ops.rope import rope_reference
+from tpkernels.ops.rope_tables import rope_tables
 
 # Awkward lengths and every head size of models. The interpreter takes every other case in float32, the rest in float16.
 CASES = [

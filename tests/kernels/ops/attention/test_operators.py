@@ -35,7 +35,7 @@ from tpkernels.ops.attention.operator import (
 )
 from tpkernels.ops.attention.reference import attention_reference
 from tpkernels.ops.dropout import keep_at
-from tpkernels.ops.rope import rope_tables
+from tpkernels.ops.rope_tables import rope_tables
 
 DROPOUT = AttentionDropout(STREAM, FIRST_HEAD, NUM_HEADS)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.attention.prepare import Heads, Rotary, Weights, prepare_heads
 from tpkernels.ops.attention.prepare.operator import prepare_heads_op, prepare_heads_reference
-from tpkernels.ops.rope import rope_tables
+from tpkernels.ops.rope_tables import rope_tables
 
 
 class Case(NamedTuple):

@@ -359,8 +359,9 @@ def test_a_remedy_may_be_any_setting_that_holds_less() -> None:
 
 def test_the_smallest_questions_have_answers() -> None:
     one = replace(LARGE, num_layers=1)
-    for num_ranks, batch in ((1, 1), (2, 1), (2, 2)):
-        found = search(question_of(num_ranks, batch, model=one))
+    windowed = replace(one, architecture="qwen3", details=ModelDetails(windows=(32,)))
+    for num_ranks, batch, model in ((1, 1, one), (2, 1, one), (2, 2, one), (1, 1, windowed)):
+        found = search(question_of(num_ranks, batch, model=model))
         assert found.rows and all(row.sheet.seconds > 0 for row in found.rows)
     assert not search(question_of(1, 1, replace(MACHINES["h200"], memory_bytes=10**9))).rows
 
