@@ -185,7 +185,9 @@ def values_of(column: Column, values: ArrayLike, first: int = 0) -> NDArray[Any]
         )
     with np.errstate(over="ignore"):
         stored = array.astype(dtype)
-    wrong = ~np.isfinite(stored) if dtype.kind == "f" else stored.astype(np.int64) != array
+    wrong = ~np.isfinite(stored) if dtype.kind == "f" else np.zeros(stored.shape, dtype=bool)
+    if array.dtype.kind in "biu":  # a token's id must not be rounded to a float
+        wrong |= np.where(wrong, 0, stored).astype(np.int64) != array
     if column.name == WEIGHTS:
         wrong |= stored < 0
     if wrong.any():

@@ -92,6 +92,7 @@ def test_a_document_that_is_refused_leaves_the_writer_as_it_was(tmp_path: Path) 
         (Column("weights"), [-1.0], "finite and at least 0: token 0 has -1.0"),
         (Column("a", "float16"), [1.0, 1e6], "that float16 holds: token 1 has 1000000.0"),
         (Column("a", "uint8"), [256], "that uint8 holds: token 0 has 256"),
+        (Column("a"), [2**24, 2**24 + 1], "that float32 holds: token 1 has 16777217"),
         (Column("a", "int32"), [0.5], "must be whole numbers: a was given float64"),
         (Column("a", "float32", 2), [0.5], r"\[tokens, 2\]: a was given \[1\]"),
     ],
