@@ -29,10 +29,12 @@ Answer = tuple[Sequence[int], Sequence[int]]
 
 
 def write(path: str | Path, vocab_size: int, half: int, pairs: Iterable[tuple[Answer, Answer]]) -> None:
-    """Write pairs of (prompt, answer), the chosen one first, in documents of `half` tokens; longer ones are cut."""
+    """Write pairs of (prompt, answer), the chosen one first, in documents of `half` tokens; longer answers are cut."""
     with TokenWriter(path, vocab_size, [Column("weights", "uint8")]) as writer:
         for pair in pairs:
             for prompt, answer in pair:
+                if not 0 < len(prompt) < half:
+                    raise ValueError(f"a prompt must leave room for its answer: {len(prompt)} of {half} tokens: cut it")
                 tokens, weights = [*prompt, *answer][:half], ([0] * len(prompt) + [1] * len(answer))[:half]
                 rest = [0] * (half - len(tokens))
                 writer.add(tokens + rest, weights=weights + rest)

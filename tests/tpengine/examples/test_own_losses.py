@@ -201,3 +201,8 @@ def test_the_scripts_learn(tmp_path: Path) -> None:
     pairs_path = written("dpo", tmp_path / "pairs.tokens")
     rows = trained(tmp_path, "dpo", *sizes, "--data.path", str(pairs_path), "--optim.warmup-steps", "2")
     assert rows[-1]["metric/preferred"] > 0.9 and rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_a_prompt_without_room_for_an_answer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="room for its answer: 4 of 4 tokens"):
+        dpo.write(tmp_path / "p", 64, 4, [(([1, 2, 3, 4], [5]), ([1], [2]))])
