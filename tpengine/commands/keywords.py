@@ -21,7 +21,7 @@ from tpengine.config.toml import updated
 from tpengine.spelling import did_you_mean, meant
 
 # What tpengine.run takes besides settings, for messages.
-_PARAMETERS = ("loss", "metrics", "optimizer", "callbacks", "data", "preset")
+_PARAMETERS = ("loss", "count", "metrics", "optimizer", "callbacks", "data", "preset")
 
 
 def asked_in_python(

@@ -6,8 +6,6 @@ directory: a tokenizer that needs its own is refused.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -55,10 +53,6 @@ class ChatTemplate:
             )
         added = self._tokenizer.added_tokens_decoder
         self.special_ids: Collection[int] = {number for number, token in added.items() if token.special}
-
-    def sha256(self) -> str:
-        """Return the SHA-256 of the template, or of all where there are several, in hex."""
-        return hashlib.sha256(json.dumps(self._tokenizer.chat_template).encode()).hexdigest()
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, asks: bool = False

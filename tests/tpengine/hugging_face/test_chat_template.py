@@ -46,6 +46,5 @@ def test_a_template_in_a_file_of_its_own_and_one_for_tools(tmp_path: Path) -> No
     assert template.render(talk("a"), [{"b": 1}]) == "1?" and template.answers(talk("a"), [{"b": 1}]) == [1, 0]
     (directory / "chat_template.jinja").write_text("{{ messages[0].content.no.such }}!")
     changed = ChatTemplate(directory)
-    assert changed.sha256() != template.sha256()
     with pytest.raises(ValueError, match=r"^the template says .*has no attribute 'no'"):
         changed.render(talk("a"))

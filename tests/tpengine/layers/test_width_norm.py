@@ -16,6 +16,10 @@ T, E, H, V, EPS = 5, 6, 4, 4, 1e-2
 ALONE = Communicator(None)
 
 
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
 def normed(columns: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.rms_norm(columns, columns.shape[1:], weight, EPS)
 
@@ -54,8 +58,8 @@ def test_shards_together_are_the_whole(kv_heads: int) -> None:
     got = norm_over_ranks(qkvs, norms, ALONE)
     for shard, y in enumerate(got):
         of_kv = slice(shard // share * E, (shard // share + 1) * E)
-        torch.testing.assert_close(y[:, :E], want_q[:, shard * E : (shard + 1) * E])
-        torch.testing.assert_close(y[:, E : 2 * E], want_k[:, of_kv])
+        assert_close(y[:, :E], want_q[:, shard * E : (shard + 1) * E])
+        assert_close(y[:, E : 2 * E], want_k[:, of_kv])
         assert torch.equal(y[:, 2 * E :], v[:, of_kv])
     loss = sum(
         (y[:, :E] * dqs[:, i * E : (i + 1) * E]).sum() + (y[:, E : 2 * E] * dks[i]).sum() for i, y in enumerate(got)
@@ -63,15 +67,15 @@ def test_shards_together_are_the_whole(kv_heads: int) -> None:
     assert isinstance(loss, torch.Tensor)
     loss.backward()
     grads = [qkv.grad for qkv in qkvs if qkv.grad is not None]
-    torch.testing.assert_close(torch.cat([grad[:, :E] for grad in grads], dim=1), want[0])
-    torch.testing.assert_close(torch.cat([norm.weight.grad for norm, _ in norms]), want[2])  # type: ignore[misc]
+    assert_close(torch.cat([grad[:, :E] for grad in grads], dim=1), want[0])
+    assert_close(torch.cat([norm.weight.grad for norm, _ in norms]), want[2])  # type: ignore[misc]
     of_keys = [grad[:, E : 2 * E] for grad in grads]
     of_weights = [norm.weight.grad for _, norm in norms]
     for head in range(kv_heads):
         shards, columns = slice(head * share, (head + 1) * share), slice(head * E, (head + 1) * E)
-        torch.testing.assert_close(torch.stack(of_keys[shards]).sum(0), want[1][:, columns])
+        assert_close(torch.stack(of_keys[shards]).sum(0), want[1][:, columns])
         # Without buffers a sink adds up over real ranks alone: here each shard has its part.
-        torch.testing.assert_close(torch.stack(of_weights[shards]).sum(0), want[3][columns])  # type: ignore[arg-type]
+        assert_close(torch.stack(of_weights[shards]).sum(0), want[3][columns])  # type: ignore[arg-type]
 
 
 def test_columns_that_do_not_divide_are_refused() -> None:
