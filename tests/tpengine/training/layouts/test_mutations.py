@@ -43,7 +43,7 @@ def mean_of_micro_batch_means(trainer: Trainer) -> None:
 
     def loss(logits: torch.Tensor, microbatch: int) -> torch.Tensor:
         batch = trainer.step.batch.step
-        valid = int((batch.labels[microbatch] != IGNORED_LABEL).sum())
+        valid = int((batch.given.labels[microbatch] != IGNORED_LABEL).sum())
         total = trainer.state.part.config.train.num_micro_batches * trainer.state.rank.mesh.shape.dp
         trainer.step.batch.step = replace(batch, loss_scale=torch.tensor(1 / (valid * total), dtype=torch.float64))
         value = weighted(logits, microbatch)
