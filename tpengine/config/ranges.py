@@ -181,8 +181,8 @@ def _check_experts(model: ModelConfig) -> None:
         least = -(-chosen // (num // groups))
         raise ValueError(
             f"the groups that a token chooses within must hold its experts: groups_per_token "
-            f"{details.groups_per_token} of {groups} groups of {num // groups} experts, experts_per_token {chosen}: use "
-            f"groups_per_token {least} to {groups}"
+            f"{details.groups_per_token} of {groups} groups of {num // groups} experts, experts_per_token {chosen}: "
+            f"use groups_per_token {least} to {groups}"
         )
     if details.expert_ffn_size < 1 or details.router_scale <= 0:
         raise ValueError(
