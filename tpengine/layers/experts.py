@@ -237,6 +237,7 @@ class MixtureOfExperts(nn.Module):
         comm, sink, dtype, device: as ColumnParallelLinear.
         shared_size: width of the network that every token goes through; 0 for none.
         shared_gated: whether its output is multiplied by a score of the token.
+        has_bias: as Router.
         gathers_again: of the shared network, as ColumnParallelLinear.
 
     Shape: x [T/tp, D], y [T/tp, D].
@@ -262,6 +263,7 @@ class MixtureOfExperts(nn.Module):
         *,
         shared_size: int = 0,
         shared_gated: bool = False,
+        has_bias: bool = False,
         sink: GradientSink | None = None,
         gathers_again: bool = False,
         dtype: torch.dtype | None = None,
@@ -270,7 +272,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         options: dict[str, Any] = dict(sink=sink, dtype=dtype, device=device)
         self.comm = comm
-        self.gate = Router(hidden_size, num_experts, rule, comm, **options)
+        self.gate = Router(hidden_size, num_experts, rule, comm, has_bias=has_bias, **options)
         self.experts = ExpertNetworks(hidden_size, ffn_size, num_experts, comm, **options)
         self.shared_expert: FeedForward | None = None
         self.shared_expert_gate: TokenScores | None = None

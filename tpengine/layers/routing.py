@@ -26,11 +26,13 @@ from torch.nn import Parameter
 from tpkernels.again import once
 from tpkernels.derivatives import is_recorded, refuse_second_order
 from tpkernels.exchange.communicator import Communicator
+from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.experts.choose import ChoiceRule, check_choice, choose_backward, choose_forward
 from tpkernels.ops.experts.order import sort_forward
 from tpkernels.ops.experts.route import router_logits
 from tpkernels.ops.matmul.host import product
 
+from tpengine.layers.balance import LayerBalance
 from tpengine.layers.gradient_sink import GradientSink, check_reaches
 from tpengine.layers.placement import Placement, whole
 
@@ -118,21 +120,47 @@ class Router(TokenWeight):
         hidden_size, num_experts: D and E.
         rule: how they are chosen, and how many.
         comm, sink, dtype, device: as TokenWeight.
+        has_bias: whether a bias of each expert is added to the scores by which is chosen. It is in
+            promote_types(dtype, float32), begins with zeros, and has no gradient.
+
+    Attributes:
+        balance: what is told how tokens were spread, and adds the gradient of the auxiliary loss (balance.py); None.
 
     Raises:
         ValueError: the rule cannot choose among so many experts.
     """
 
-    def __init__(self, hidden_size: int, num_experts: int, rule: ChoiceRule, comm: Communicator, **options: Any) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        rule: ChoiceRule,
+        comm: Communicator,
+        *,
+        has_bias: bool = False,
+        **options: Any,
+    ) -> None:
         check_choice(num_experts, None, rule)
         super().__init__(hidden_size, num_experts, comm, **options)
         self.rule = rule
+        self.balance: LayerBalance | None = None
+        self.e_score_correction_bias: Parameter | None = None
+        if has_bias:
+            zeros = torch.zeros(num_experts, dtype=accumulation_dtype(self.weight.dtype), device=self.weight.device)
+            self.e_score_correction_bias = Parameter(zeros, requires_grad=False)
+
+    def tp_placements(self) -> Mapping[str, Placement]:
+        """See SaysPlacements: whole, both."""
+        return {"weight": whole(self.comm), "e_score_correction_bias": whole(self.comm)}
 
     def forward(self, x: Tensor) -> Routed:
         """Return where the rows of X[T, D] go."""
         weight = self.read()
         if not is_recorded():
-            return self.chosen(router_logits(x, weight))
+            logits = router_logits(x, weight)
+            found = self.chosen(logits)
+            self.note(logits, found.counts)
+            return found
         return Routed(*_Route.apply(x, weight, self))
 
     def chosen(self, logits: Tensor) -> Routed:
@@ -142,8 +170,14 @@ class Router(TokenWeight):
         return Routed(*(of.detach() for of in found))
 
     def _choose(self, logits: Tensor) -> Routed:
-        experts, weights, counts = choose_forward(logits, None, self.rule)
+        bias = self.e_score_correction_bias
+        bias = None if bias is None else bias.detach().to(logits.dtype)
+        experts, weights, counts = choose_forward(logits, bias, self.rule)
         return Routed(weights, experts, counts, *sort_forward(experts, len(self.weight)))
+
+    def note(self, logits: Tensor, counts: Tensor) -> Tensor | None:
+        """Tell `balance` how tokens were spread; return what its gradient needs, None for none."""
+        return None if self.balance is None else self.balance.note(logits, counts)
 
 
 class _Route(torch.autograd.Function):
@@ -157,6 +191,7 @@ class _Route(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, router: Router) -> tuple[Tensor, ...]:
         logits = router_logits(x, weight)
         found = router.chosen(logits)
+        ctx.fractions = router.note(logits, found.counts)
         ctx.save_for_backward(x, weight, logits, found.experts, found.weights)
         ctx.parameter, ctx.router = weight, router
         ctx.mark_non_differentiable(*found[1:])
@@ -166,8 +201,14 @@ class _Route(torch.autograd.Function):
     def backward(ctx: Any, dweights: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         refuse_second_order("a router")
         x, weight, logits, experts, weights = ctx.saved_tensors
-        dlogits = choose_backward(dweights, logits, experts, weights, ctx.router.rule)
-        return *_score_gradients(ctx, dlogits, x, weight, ctx.router), None
+        router, comm = ctx.router, ctx.router.comm
+        dlogits = choose_backward(dweights, logits, experts, weights, router.rule)
+        if ctx.fractions is not None:
+            # What every rank has whole: each adds that of its own block of tokens, so that the sum has each once.
+            size = len(logits) // comm.size
+            own = slice(comm.rank * size, (comm.rank + 1) * size)
+            router.balance.add_gradient_(dlogits, logits, ctx.fractions, own)
+        return *_score_gradients(ctx, dlogits, x, weight, router), None
 
 
 class _Scores(torch.autograd.Function):

@@ -47,6 +47,9 @@ def drawn_config(architecture: str, seed: int, **given: Any) -> Any:
     entries = _gpt2(draw) if architecture == "gpt2" else _family(architecture, draw)
     # Special tokens beyond the vocabulary are warned of; the row of a padding token would get no gradient.
     entries |= dict(attn_implementation="eager", bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    if architecture in EXPERTS:
+        # Its other ways do not take float64.
+        entries["experts_implementation"] = "eager"
     return getattr(transformers, (CONFIGS | EXPERTS)[architecture])(**entries | given)
 
 
