@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.architectures.drawn import CONFIGS, EXPERTS, LONGROPE, drawn_config
+from support.architectures.drawn import CONFIGS, LONGROPE, drawn_config
 from support.architectures.transformers_models import config_json
 from support.engine.exactness import assert_same_bits, merge
 from support.engine.exactness import train as train_exactly
@@ -70,7 +70,6 @@ PARTS: dict[str, dict[str, Any]] = {
     },
 }
 
-ALL = (*CONFIGS, *EXPERTS)
 
 
 @functools.cache
@@ -90,7 +89,7 @@ def cases(by_default: Callable[[int, int], bool]) -> list[object]:
     """Return (architecture, layout, schedule); `by_default` of their places says which are not slow."""
     return [
         pytest.param(name, *case, marks=() if by_default(i, place) else pytest.mark.slow)
-        for i, name in enumerate(ALL)
+        for i, name in enumerate(CONFIGS)
         for place, case in enumerate(LAYOUTS)
     ]
 
@@ -115,7 +114,7 @@ def test_a_layout_trains_as_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ALL)
+@pytest.mark.parametrize("architecture", CONFIGS)
 def test_sliced_weights_train_as_one_process(ranks: RankPool, architecture: str) -> None:
     want = trained(ranks, config(architecture, (1, 1, 1), "1f1b"))[0]
     compare(trained(ranks, config(architecture, (2, 2, 1), "1f1b", zero=3)), want, LEAST.get(architecture, 0.0))
