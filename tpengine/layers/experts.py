@@ -235,6 +235,7 @@ class MixtureOfExperts(nn.Module):
         hidden_size, ffn_size, num_experts: D, F of one expert, and E, global; F divisible by tp.
         rule: how many experts a token gets, and how they are chosen.
         comm, sink, dtype, device: as ColumnParallelLinear.
+        has_bias: as Router.
         shared_size: width of the network that every token goes through; 0 for none.
         shared_gated: whether its output is multiplied by a score of the token.
         gathers_again: of the shared network, as ColumnParallelLinear.
@@ -260,6 +261,7 @@ class MixtureOfExperts(nn.Module):
         rule: ChoiceRule,
         comm: Communicator,
         *,
+        has_bias: bool = False,
         shared_size: int = 0,
         shared_gated: bool = False,
         sink: GradientSink | None = None,
@@ -270,7 +272,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         options: dict[str, Any] = dict(sink=sink, dtype=dtype, device=device)
         self.comm = comm
-        self.gate = Router(hidden_size, num_experts, rule, comm, **options)
+        self.gate = Router(hidden_size, num_experts, rule, comm, has_bias=has_bias, **options)
         self.experts = ExpertNetworks(hidden_size, ffn_size, num_experts, comm, **options)
         self.shared_expert: FeedForward | None = None
         self.shared_expert_gate: TokenScores | None = None
