@@ -117,10 +117,10 @@ class ExpertLoads:
         Args:
             skip: float64 []: not zero if the step is skipped. The host does not wait to know it.
         """
-        rate = torch.where(skip != 0, 0.0, self._rate)
         for place, bias in self._biases.items():
             counts = self.counts[place]
-            bias += rate.to(bias.dtype) * (counts.sum() - counts * len(counts)).sign()
+            signs = (counts.sum() - counts * len(counts)).sign().masked_fill(skip != 0, 0)
+            bias += self._rate * signs.to(bias.dtype)
 
     def figures(self) -> Tensor:
         """Return what `named` reads, float64 [1 + 2 layers]; equal on all ranks."""
