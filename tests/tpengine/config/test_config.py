@@ -48,12 +48,13 @@ def test_there_are_few_settings_with_distinct_names() -> None:
     (2), what the learning rate does after its warm-up (2), phases, how often a run is evaluated and sampled (2),
     which checkpoints stay (2), how documents lie in sequences, what is run for a checkpoint, who is told, mixtures,
     what is done about a step that leaps, a held-out text, on how many samples of it the loss is, the optimizer, the
-    dtype of what it keeps, groups of parameters, what next-token loss has besides (2), and columns of a text.
+    dtype of what it keeps, groups of parameters, what next-token loss has besides (2), columns of a text, and what
+    keeps experts even (2).
     """
     names = setting_names(Config())
     # A path is the data's and the model's, a schedule the pipeline's and the learning rate's.
     assert sorted(names) == sorted([*set(names), "path", "schedule"])
-    assert len(names) <= 80
+    assert len(names) <= 82
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,9 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"tp": 2, "micro_batch_size": 1, "seq_len": 127}, 2, ["micro_batch_size", "seq_len", "tp", "127", "126", "128"]),
     ({"pp": 4, "num_layers": 2}, 4, ["layer", "pp 4", "num_layers 2", "use pp 2"]),
     ({"schedule": "1f1c"}, 1, ["schedule must be one of", "1f1b", "gpipe", "1f1c"]),
+    ({"balance": "losses"}, 1, ["balance must be one of", "none, loss, bias", "'losses'"]),
+    ({"balance": "bias"}, 1, ["train.balance is of a model with experts", "got bias", "num_experts 0", "use none"]),
+    ({"balance_rate": 0.0}, 1, ["train.balance_rate must be positive", "0.0", "use 0.001"]),
     ({"dtype": "float8"}, 1, ["dtype must be one of", "float8", "bfloat16"]),
     ({"zero": 4, "dp": 2}, 2, ["zero must be one of", "4", "3"]),
     ({"zero": 2, "residency": "use", "dp": 2}, 2, ["residency use with zero 2", "zero 3"]),

@@ -33,6 +33,7 @@ from tpengine.plan import Kind
 from tpengine.runs.skipped_steps import find_first
 from tpengine.runs.trainer import Trainer
 from tpengine.training.checkpoint_blocks import blocks_of
+from tpengine.training.state_check import check_frozen, check_replicas
 
 CPU = torch.device("cpu")
 E, K, STEPS = 4, 2, 20
@@ -168,6 +169,8 @@ def train(config: Config, num_steps: int = STEPS, mutation: str = "") -> tuple[O
 def go_on(trainer: Trainer, first: int, last: int) -> tuple[Outcome, list[dict[str, float]]]:
     """Train steps [first, last) on this rank."""
     results = [trainer.step.run(step) for step in range(first, last)]
+    check_frozen(trainer.state, last)
+    check_replicas(trainer.state, last)
     model = trainer.state.model
     with whole_weights(trainer):
         weights = {name: (model.pieces[name].block[0], weight.detach().clone()) for name, weight in model.held.items()}
