@@ -11,10 +11,10 @@ null; it stays null if the run ends meanwhile. `samples` is a half-open range of
 a function of its number, so that a restarted run would meet the same fault again. It leaves the listed steps out
 without computing them, and so gets further each time. To have a step computed, remove its line.
 
-A probe checks the weights first, then for each micro-batch every
-layer's output and its router's scores in forward, and every gradient in backward. Each rank holds different tensors and tells what it found
-first; the first of all is reported by all. If the fault does not occur again, though weights and data are the same, the
-machine is suspected, and the report says so.
+A probe checks the weights first, then for each micro-batch every layer's output and the scores of its router in
+forward, and every gradient in backward. Each rank holds different tensors and tells what it found first; the first of
+all is reported by all. If the fault does not occur again, though weights and data are the same, the machine is
+suspected, and the report says so.
 """
 
 from __future__ import annotations

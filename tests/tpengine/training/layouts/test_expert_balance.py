@@ -163,14 +163,16 @@ def train(config: Config, num_steps: int = STEPS, mutation: str = "") -> tuple[O
     trainer = trainer_of(config)
     if mutation:
         globals()[mutation](trainer)
-    return go_on(trainer, 0, num_steps)
+    found = go_on(trainer, 0, num_steps)
+    if not mutation:
+        check_frozen(trainer.state, num_steps)
+        check_replicas(trainer.state, num_steps)
+    return found
 
 
 def go_on(trainer: Trainer, first: int, last: int) -> tuple[Outcome, list[dict[str, float]]]:
     """Train steps [first, last) on this rank."""
     results = [trainer.step.run(step) for step in range(first, last)]
-    check_frozen(trainer.state, last)
-    check_replicas(trainer.state, last)
     model = trainer.state.model
     with whole_weights(trainer):
         weights = {name: (model.pieces[name].block[0], weight.detach().clone()) for name, weight in model.held.items()}
