@@ -264,12 +264,13 @@ def _panel(histories: Sequence[History], name: str, heading: str, top: int, last
             mark = f"M{x(step):.1f},{bottom}v-8"
             title = f"<title>{escape(f'{history.name}, step {step}: {what}')}</title>"
             parts.append(f'<path d="{mark}" stroke="{_EVENT}" stroke-width="1.5">{title}</path>')
-        colour = _COLOURS[number % len(_COLOURS)]
-        for line in (*(line for of, line in every if of is history), name):
+        lines = [name, *(line for of, line in every if of is history)]
+        for line in lines:
             points = history.series.get(line, [])
             thinned = points[:: max(1, len(points) // _MOST_POINTS)] + points[-1:]
             path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in thinned)
-            width, title = (1.4, "") if line == name else (0.4, f"<title>layer {escape(line.partition('/')[2])}</title>")
+            colour, width = _COLOURS[number % len(_COLOURS)], 1.4 if line == name else 0.4
             shape = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"'
-            parts.append(f"{shape}>{title}</polyline>" if title else f"{shape}/>")
+            layer = escape(line.removeprefix(_LOAD))
+            parts.append(f"{shape}/>" if line == name else f"{shape}><title>layer {layer}</title></polyline>")
     return parts

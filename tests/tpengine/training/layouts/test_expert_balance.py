@@ -209,7 +209,7 @@ def count(counts: dict[int, list[int]], layer: int, _: Router, __: Any, routed: 
 def assert_biases(found: list[tuple[Outcome, Any]], want: dict[int, Tensor]) -> None:
     """Every layer's bias, on every rank that has it, to the last bit."""
     seen = set()
-    for ((_, weights), _) in found:
+    for (_, weights), _ in found:
         for layer, bias in want.items():
             if BIAS.format(layer) in weights:
                 assert torch.equal(weights[BIAS.format(layer)][1], bias), f"layer {layer}"
