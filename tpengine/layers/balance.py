@@ -16,8 +16,8 @@ Whoever trains hands each router a LayerBalance (its attribute `balance`); witho
 here. A micro-batch has a place of its own in the tables: one that is computed again (recompute, another shard of exact
 mode on the same rank) is not counted twice.
 
-Source: Shazeer et al., arXiv 1701.06538, and Fedus et al., "Switch transformers", arXiv 2101.03961, section 2.2; sigmoid
-scores as DeepSeek-V3, arXiv 2412.19437, section 2.1.2, has them.
+Source: Shazeer et al., arXiv 1701.06538, and Fedus et al., "Switch transformers", arXiv 2101.03961, section 2.2; of
+sigmoid scores DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class ExpertLoads:
         for place, bias in self._biases.items():
             counts = self.counts[place]
             signs = (counts.sum() - counts * len(counts)).sign().masked_fill(skip != 0, 0)
-            bias += self._rate * signs.to(bias.dtype)
+            bias.add_(signs.to(bias.dtype), alpha=self._rate)
 
     def figures(self) -> Tensor:
         """Return what `named` reads, float64 [1 + 2 layers]; equal on all ranks."""

@@ -53,7 +53,7 @@ def experts_config(
     layout: tuple[int, int, int], balance: str, details: ModelDetails = DETAILS, rate: float = 0.05, **settings: Any
 ) -> Config:
     """A small model with experts in three of four layers; layout is dp, tp, pp."""
-    train = {name: settings.pop(name) for name in ("reduction", "dtype") if name in settings}
+    train: dict[str, Any] = {name: settings.pop(name) for name in ("reduction", "dtype") if name in settings}
     config = config_of(*layout, tied=False, kv_heads=4, **{"num_layers": 4, **settings})
     details = replace(details, has_experts=details.has_experts[: config.model.num_layers])
     model = replace(config.model, architecture="qwen3_moe", details=details)
@@ -81,9 +81,9 @@ def gradients_by_autograd(config: Config) -> tuple[float, float, dict[str, Tenso
     trainer = trainer_of(config)
     trainer.step.batch.step = trainer.step.reader.read(0)
     model, given = trainer.state.model, trainer.step.batch.step.given
-    for layer in model.modules():
-        if isinstance(layer, Router):
-            layer.balance = None
+    for router in model.modules():
+        if isinstance(router, Router):
+            router.balance = None
     losses: list[Tensor] = []
 
     def see(router: Router, inputs: tuple[Tensor, ...], routed: Any) -> None:
@@ -91,6 +91,7 @@ def gradients_by_autograd(config: Config) -> tuple[float, float, dict[str, Tenso
         logits = inputs[0] @ router.weight.T
         losses.append(by_hand(logits, routed.counts, config.model.details))
 
+    layer: Any
     for layer in model.modules():
         if hasattr(layer, "sink"):
             layer.sink = GradientSink()
@@ -189,15 +190,16 @@ def by_counts(config: Config, num_steps: int) -> tuple[Outcome, list[dict[str, f
             if isinstance(router, Router):
                 biases[int(number)] = [0.0] * E
                 router.register_forward_hook(partial(count, counts, int(number)))
-    losses, loads = [], []
+    losses: list[tuple[float, ...]] = []
+    loads: list[dict[str, float]] = []
     for step in range(num_steps):
         counts.update({layer: [0] * E for layer in biases})
         ((outcome, weights), more) = go_on(trainer, step, step + 1)
         losses, loads = [*losses, *outcome], [*loads, *more]
         for layer, of_layer in counts.items():
             assert sum(of_layer) == K * 4 * 48
-            for expert, number in enumerate(of_layer):
-                biases[layer][expert] += rate * ((number < sum(of_layer) / E) - (number > sum(of_layer) / E))
+            for expert, tokens in enumerate(of_layer):
+                biases[layer][expert] += rate * ((tokens < sum(of_layer) / E) - (tokens > sum(of_layer) / E))
     return (losses, weights), loads, {layer: torch.tensor(of, dtype=torch.float64) for layer, of in biases.items()}
 
 
@@ -287,7 +289,8 @@ def biases_moved_before_all_counts_are_in(trainer: Trainer) -> None:
     """Each backward moves them by what is there, and STEP no more."""
     loads, handlers = trainer.step.loads, trainer.step.executor.handlers
     assert loads is not None
-    backward, move, moved = handlers[Kind.B], loads.move_biases, []
+    backward, move = handlers[Kind.B], loads.move_biases
+    moved: list[bool] = []
 
     def early(action: Any) -> None:
         backward(action)
@@ -412,7 +415,7 @@ def narrow(config: Config) -> tuple[set[torch.dtype], set[torch.dtype], bool]:
     for step in range(3):
         trainer.step.run(step)
     held = trainer.state.model.held
-    biases = [weight for name, weight in held.items() if "correction" in name]
+    biases: list[Tensor] = [weight for name, weight in held.items() if "correction" in name]
     counted = torch.stack(biases) / config.train.balance_rate
     others = {weight.dtype for name, weight in held.items() if "correction" not in name}
     return others, {bias.dtype for bias in biases}, torch.allclose(counted, counted.round(), atol=1e-5)

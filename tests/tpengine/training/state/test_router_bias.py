@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.architectures.runs import begun, beginning, pieces_of, saved, saved_run
+from support.architectures.runs import beginning, begun, pieces_of, saved, saved_run
 from support.ranks.rank_pool import RankPool
 
 from tpengine.commands.weights import export
