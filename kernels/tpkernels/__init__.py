@@ -49,6 +49,12 @@ _HOME = {
     "dropout": "ops.dropout",
     "DropoutStream": "ops.dropout",
     "keep_at": "ops.dropout",
+    "route": "ops.experts.route",
+    "Routing": "ops.experts.route",
+    "choose": "ops.experts.choose",
+    "sort_by_expert": "ops.experts.order",
+    "take_rows": "ops.experts.rows",
+    "combine_rows": "ops.experts.rows",
     "matmul_work": "work",
     "attention_work": "work",
     "all_gather_work": "work",
@@ -61,6 +67,9 @@ _HOME = {
     "matmul_reduce_scatter": "fused.matmul_reduce_scatter",
     "matmul_all_reduce": "fused.matmul_all_reduce",
     "wgrad_": "ops.matmul.wgrad",
+    "grouped_matmul": "ops.experts.grouped",
+    "grouped_swiglu": "ops.experts.grouped_swiglu",
+    "grouped_wgrad_": "ops.experts.grouped",
 }
 
 __all__ = sorted(_HOME)

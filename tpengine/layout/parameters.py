@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
+from tpengine.architectures.experts import Experts
 from tpengine.architectures.part import Axis, Part
 from tpengine.architectures.registry import architecture_of, rule_of
 from tpengine.config import ModelConfig
@@ -45,6 +46,7 @@ class ParameterSpec:
         over: the axes over which its part says that its gradient is summed; None for those that follow from the cut.
         behind: the parameter behind which it lies, where one product reads both as one matrix; empty for none.
         ep: how many ranks of a stage its first dim, of experts, is cut over, where these are more than tp; else 0.
+        has_gradient: False for the bias of a router, in at least float32, which counts of tokens move (train.balance).
     """
 
     name: str
@@ -57,6 +59,7 @@ class ParameterSpec:
     over: tuple[Axis, ...] | None = field(default=None, repr=False)
     behind: str = field(default="", repr=False)
     ep: int = field(default=0, repr=False)
+    has_gradient: bool = field(default=True, repr=False)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -190,7 +193,7 @@ def _part_specs(model: ModelConfig, tp: int, prefix: str, part: Part, ep: int = 
     for name, shape in part.shapes(model).items():
         spec = _spec(model, tp, f"{prefix}.{name}", shape, part.first_value(name))
         before = f"{prefix}.{behind[name]}" if name in behind else ""
-        spec = replace(spec, over=part.reduce_over(name), behind=before)
+        spec = replace(spec, over=part.reduce_over(name), behind=before, has_gradient=part.has_gradient(name))
         if ep > 1 and part.counts_experts(name):
             # Whole experts, whatever the rule cuts inside each. Over tp they lie as any other shard does.
             spec = replace(spec, shard_dim=0, replicas=1, ep=ep if ep != tp else 0)
@@ -275,6 +278,12 @@ def num_matmul_parameters(model: ModelConfig) -> int:
     """Parameters that a token is multiplied with: all matrices but the lookups, of experts k; a tied head counts."""
     head = model.vocab_size * model.hidden_size
     return head + sum(num for layer in range(model.num_layers) for num in elements_per_token(model, layer).values())
+
+
+def layers_of_experts(model: ModelConfig) -> tuple[int, ...]:
+    """Return the numbers of the layers whose tokens a router sends to experts."""
+    blocks = ((layer, architecture_of(model).block(model, layer)) for layer in range(model.num_layers))
+    return tuple(layer for layer, parts in blocks if any(isinstance(part, Experts) for part in parts.values()))
 
 
 def elements_per_token(model: ModelConfig, layer: int) -> dict[str, int]:
