@@ -2,6 +2,7 @@
 
 column.py row.py   column- and row-parallel layers, and their products; read column.py first
 prepared_weights.py  who owns the memory of a weight, and the forms in which it is multiplied
+experts.py routing.py  a mixture of experts: the networks, and which of them a token goes to
 bias.py            biases, and learned positions
 attention.py mlp.py norm.py   the other layers of a block
 scores.py          how scores are made: rotary positions, window, scale
@@ -12,6 +13,7 @@ vocabulary.py      embedding and loss, cut over the vocabulary
 token_values.py    what a loss may ask of logits that are cut so: log-probabilities, entropy, the whole
 rows.py            what rows are: sequences, packed documents, what follows on a cache of keys and values
 scaled.py          a tensor times a number, of which nothing is kept
+balance.py         what routers of experts are told and tell: counts, the auxiliary loss
 dropout.py         masks that are the same in every layout
 gradient_sink.py   where weight gradients go
 collectives.py     the seam between layers and communication
@@ -32,6 +34,7 @@ from tpengine.layers.attention import Attention
 from tpengine.layers.bias import LearnedPositions
 from tpengine.layers.column import ColumnParallelLinear, PackedWeights
 from tpengine.layers.dropout import Dropout, Position
+from tpengine.layers.experts import MixtureOfExperts
 from tpengine.layers.mlp import FeedForward, SwiGLU
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
 from tpengine.layers.placement import Placement, placements_of
@@ -53,6 +56,7 @@ __all__ = [
     "KeyValueCache",
     "LayerNorm",
     "LearnedPositions",
+    "MixtureOfExperts",
     "Norm",
     "OffsetRMSNorm",
     "PackedWeights",
