@@ -3,9 +3,9 @@
 N ranks share E experts: rank j owns experts jE/N to (j+1)E/N - 1. Every rank has t tokens of its own (not all ranks
 need have as many), each of which chose k experts: R = t*k rows. Sorted by expert, they are `order`.
 
-    routes_of        the counts of all ranks, exchanged once a layer: everything else about who gets what follows
-    rows_to_experts  rows[R', D] at the experts' owner:  by expert, then by source rank, token and choice
-    rows_to_tokens   ys[R, D] at the tokens' owner:      as `order` sorts them
+    exchange_counts  the counts of all ranks, once a layer: everything else about who gets what follows from them
+    rows_to_experts  x[t, D] -> rows[R', D] at the experts' owner:  by expert, then by source rank, token and choice
+    rows_to_tokens   h[R', D] -> ys[R, D] at the tokens' owner:     as `order` sorts them
 
 So the rows of an expert lie in the order of the global tokens, and no result depends on which rows come first. The two
 are each other's inverse, one way behind both names:
@@ -16,10 +16,10 @@ are each other's inverse, one way behind both names:
   generation moves in pieces of some columns each, also with all tokens at one expert.
 - **By all-to-all of exact sizes** over the process group, gloo's or NCCL's.
 
-The host must know the counts for either, to make the tensors: it waits for them once a layer, in `routes_of`, and never
-again, since backward and what is computed again keep the routes. The decision a reader will question: rows move at
-their exact number, not in buffers for a capacity. A library whose buffers the host sizes beforehand (DeepEP, NCCL EP)
-needs no wait, but room for N times t tokens at each expert's owner; NCCL EP also adds the k terms as they arrive.
+The host must know the counts for either, to make the tensors. It waits for them once a layer, in `exchange_counts`:
+backward, and what is computed again, keep the routes. The decision a reader will question: rows move at their exact
+number, not in buffers for a capacity. A library whose buffers the host sizes beforehand (DeepEP, NCCL EP) needs no
+wait, but room for N times t tokens at each expert's owner; NCCL EP also adds the k terms as they arrive.
 
 The registered operators, with gradients, are in fused/experts.py.
 """
@@ -35,9 +35,11 @@ from torch import Tensor
 from tpkernels.exchange.arena import NUM_GENERATIONS, Arena
 from tpkernels.exchange.calls import RETURNS, TAKES
 from tpkernels.exchange.communicator import Communicator
+from tpkernels.ops.experts.rows import combine_backward, take_forward
 from tpkernels.symmetric.memory import ALIGNMENT_BYTES
 
-_INDEX = torch.int32
+# Rows at a time on the host.
+_HOST_ROWS = 256
 # Columns of a piece: whole cache lines, whatever the dtype.
 _LINE = 64
 
@@ -48,6 +50,7 @@ class Routes:
 
     Attributes:
         order: int32 [R]: sorted row r is the pair order[r] = token * k + choice of this rank.
+        places: int32 [R], order's inverse.
         weights: [t, k] in promote_types(dtype, float32), what a token's k terms are multiplied by; differentiable.
         offsets: int32 [E/N + 1], on the device: rows offsets[i] to offsets[i + 1] are those of this rank's expert i.
         counts: int32 [N, E], on the host: rows that each rank sends each expert.
@@ -55,6 +58,7 @@ class Routes:
     """
 
     order: Tensor
+    places: Tensor
     weights: Tensor
     offsets: Tensor
     counts: Tensor
@@ -65,20 +69,18 @@ class Routes:
         """Return k."""
         return self.weights.shape[1]
 
-    def sorted_weights(self) -> Tensor:
-        """Return the weights of the sorted rows, [R]."""
-        return self.weights.reshape(-1).index_select(0, self.order)
 
+@torch.no_grad()
+def exchange_counts(order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, comm: Communicator) -> Routes:
+    """Tell all ranks how many rows each expert gets from this one, and return where every row goes.
 
-@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
-def routes_of(order: Tensor, weights: Tensor, counts: Tensor, comm: Communicator) -> Routes:
-    """Exchange the counts of all ranks, and return where every row goes; collective, once for each layer.
+    Collective, once for each layer and micro-batch.
 
     Args:
-        order: int32 [R], of sort_by_expert.
-        weights: [t, k], of route.
-        counts: int32 [E], of route: this rank's rows for each expert.
-        comm: the N ranks that share the experts, consecutive experts on consecutive ranks.
+        order, places: int32 [R], of this rank's choices (ops/experts/order.py).
+        weights: [t, k], as Routes keeps them.
+        counts: int32 [E]: this rank's rows for each expert.
+        comm: the N ranks that share the experts.
 
     Raises:
         ValueError: on all ranks: N does not divide E; ranks choose different numbers of experts; a rank's counts do not
@@ -88,30 +90,29 @@ def routes_of(order: Tensor, weights: Tensor, counts: Tensor, comm: Communicator
     Cost: E + 2 numbers to each rank. Order: the host waits for them. With one rank it exchanges nothing and waits for
         nothing.
     """
-    tokens, choices = weights.shape
-    num_experts = len(counts)
+    (tokens, choices), num_experts = weights.shape, len(counts)
     if num_experts % comm.size:
         comm.refuse(
             counts,
             f"every rank owns as many experts: {num_experts} experts do not divide by {comm.size} ranks: use "
             f"{_nearest(num_experts, comm.size)} ranks",
         )
-    if order.shape != (tokens * choices,):
+    if order.shape != (tokens * choices,) or places.shape != order.shape:
         comm.refuse(
             counts,
-            f"order has one entry for each choice: got {tuple(order.shape)} for weights {tuple(weights.shape)}: pass "
-            "that of sort_by_expert",
+            f"order and places have an entry for each choice: got {tuple(order.shape)} and {tuple(places.shape)} for "
+            f"weights {tuple(weights.shape)}: pass those of these tokens",
         )
     if comm.size == 1:
-        offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=_INDEX), (1, 0))
-        return Routes(order, weights, offsets, torch.empty(1, num_experts, dtype=_INDEX), tokens * choices)
-    numbers = torch.cat((counts.to(_INDEX), counts.new_tensor((tokens, choices), dtype=_INDEX)))
+        offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        return Routes(order, places, weights, offsets, torch.empty(1, num_experts, dtype=torch.int32), len(order))
+    numbers = torch.cat((counts.to(torch.int32), counts.new_tensor((tokens, choices), dtype=torch.int32)))
     everyone = comm.all_gather_rows(numbers.view(1, -1), comm.size, operation="dispatch")
     host = everyone.cpu()
     _check(host, num_experts)
     own = slice(comm.rank * num_experts // comm.size, (comm.rank + 1) * num_experts // comm.size)
-    offsets = torch.nn.functional.pad(everyone[:, own].sum(0).cumsum(0, dtype=_INDEX), (1, 0))
-    return Routes(order, weights, offsets, host[:, :num_experts].contiguous(), int(host[:, own].sum()))
+    offsets = torch.nn.functional.pad(everyone[:, own].sum(0).cumsum(0, dtype=torch.int32), (1, 0))
+    return Routes(order, places, weights, offsets, host[:, :num_experts].contiguous(), int(host[:, own].sum()))
 
 
 def _nearest(num_experts: int, size: int) -> int:
@@ -132,27 +133,16 @@ def _check(everyone: Tensor, num_experts: int) -> None:
 
 
 @torch.no_grad()
-def rows_to_experts(x: Tensor, routes: Routes, comm: Communicator, *, scaled: bool = False) -> Tensor:
-    """Return the rows of this rank's experts, from the tokens of all ranks.
-
-        rows[R', D] = x_s[token of the pair] (* weights_s of the pair)
-
-    Args:
-        x: [t, D], this rank's tokens.
-        routes: of all ranks (routes_of).
-        scaled: multiply by the weights, in their dtype; that is the backward of `combine`.
+def rows_to_experts(x: Tensor, routes: Routes, comm: Communicator) -> Tensor:
+    """Return the rows of this rank's experts, from the tokens of all ranks: rows[R', D] = x[t, D] of the pairs.
 
     Returns:
         [R', D] of x's dtype, a new tensor: by expert, then source rank, token, choice.
     """
-    if comm.size == 1:
-        return _taken(x, routes, scaled=scaled)
-    traffic = _Traffic(routes.counts, comm.rank)
     arena = comm.arena_for(x)
     if arena is not None:
-        return _take_through(arena, x, routes, traffic, scaled=scaled)
-    came = comm.all_to_all_rows(_taken(x, routes, scaled=scaled), traffic.sent(), traffic.received())
-    return came.index_select(0, traffic.moved(x.device, routes.num_rows, to_experts=True))
+        return _take_through(arena, x, routes, scaled=False)
+    return _sorted_to_experts(take_forward(x, routes.order, routes.num_choices), routes, comm)
 
 
 @torch.no_grad()
@@ -161,7 +151,6 @@ def rows_to_tokens(h: Tensor, routes: Routes, comm: Communicator) -> Tensor:
 
     Args:
         h: [R', D], what this rank's experts made, in the order of rows_to_experts.
-        routes: of all ranks (routes_of).
 
     Returns:
         [R, D], sorted as `order` is, a new tensor; with one rank `h` itself.
@@ -176,14 +165,45 @@ def rows_to_tokens(h: Tensor, routes: Routes, comm: Communicator) -> Tensor:
     return comm.all_to_all_rows(by_rank, traffic.received(), traffic.sent())
 
 
-def _taken(x: Tensor, routes: Routes, *, scaled: bool) -> Tensor:
-    """Return the sorted rows of x, times their weights."""
-    rows = x.index_select(0, routes.order // routes.num_choices)
-    return _scaled(rows, routes.sorted_weights()) if scaled else rows
+@torch.no_grad()
+def combine_gradients(
+    dy: Tensor, ys: Tensor, routes: Routes, comm: Communicator, *, of_weights: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of what `combine` adds: of the experts' rows, at their owner, and of the weights.
+
+        dh[R', D] = weights * dy of the pairs;  dweights[t, k] = <dy of the token, ys of the pair>
+
+    Args:
+        dy: [t, D].
+        ys: [R, D], of rows_to_tokens.
+        of_weights: whether dweights is asked for.
+    """
+    arena = comm.arena_for(dy)
+    if arena is not None:
+        dh = _take_through(arena, dy, routes, scaled=True)
+        return dh, _slopes(dy, ys, routes) if of_weights else None
+    dys, dweights = combine_backward(dy, ys, routes.order, routes.places, routes.weights)
+    return _sorted_to_experts(dys, routes, comm), dweights
 
 
-def _scaled(rows: Tensor, weights: Tensor) -> Tensor:
-    return (rows.to(weights.dtype) * weights.unsqueeze(1)).to(rows.dtype)
+def _slopes(dy: Tensor, ys: Tensor, routes: Routes) -> Tensor:
+    """Return dweights on the host, some rows at a time, which stay in a core's cache."""
+    products = ys.new_empty(len(ys), dtype=routes.weights.dtype)
+    tokens = routes.order // routes.num_choices
+    for first in range(0, len(ys), _HOST_ROWS):
+        some = slice(first, first + _HOST_ROWS)
+        rows = dy.index_select(0, tokens[some]).to(products.dtype)
+        torch.sum(rows.mul_(ys[some]), 1, out=products[some])
+    return products.index_select(0, routes.places).view(routes.weights.shape)
+
+
+def _sorted_to_experts(rows: Tensor, routes: Routes, comm: Communicator) -> Tensor:
+    """Send rows[R, D], sorted by expert, by all-to-all; return those of this rank's experts."""
+    if comm.size == 1:
+        return rows
+    traffic = _Traffic(routes.counts, comm.rank)
+    came = comm.all_to_all_rows(rows, traffic.sent(), traffic.received())
+    return came.index_select(0, traffic.moved(rows.device, routes.num_rows, to_experts=True))
 
 
 class _Traffic:
@@ -255,12 +275,17 @@ class _Traffic:
         return shift.add_(torch.arange(num_rows, device=device))
 
 
-def _take_through(arena: Arena, x: Tensor, routes: Routes, traffic: _Traffic, *, scaled: bool) -> Tensor:
-    """Publish this rank's tokens, and copy the rows of its experts from where the ranks published theirs."""
+def _take_through(arena: Arena, x: Tensor, routes: Routes, *, scaled: bool) -> Tensor:
+    """Publish this rank's tokens, and copy the rows of its experts from where the ranks published theirs.
+
+    Args:
+        scaled: multiply by the pairs' weights, in their dtype.
+    """
+    traffic = _Traffic(routes.counts, arena.rank)
     rows = x.new_empty(routes.num_rows, x.shape[1])
     num_tokens = [num_rows // routes.num_choices for num_rows in traffic.num_rows]
     tokens = routes.order // routes.num_choices
-    weights = routes.sorted_weights() if scaled else None
+    weights = routes.weights.reshape(-1).index_select(0, routes.order) if scaled else None
     # A rank's part of the generation: the tokens of its sorted rows, their weights, and columns of its tokens' rows.
     most = max(traffic.num_rows)
     weights_at = _aligned(most * tokens.element_size())
@@ -287,7 +312,8 @@ def _take_through(arena: Arena, x: Tensor, routes: Routes, traffic: _Traffic, *,
                 if scale is None:
                     torch.index_select(theirs, 0, index[there], out=rows[here, columns])
                 else:
-                    rows[here, columns] = _scaled(theirs.index_select(0, index[there]), scale[there])
+                    picked = theirs.index_select(0, index[there]).to(scale.dtype)
+                    rows[here, columns] = picked.mul_(scale[there].unsqueeze(1))
     return rows
 
 

@@ -22,8 +22,17 @@ from torch import Tensor
 
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.exchange.communicator import Communicator, communicator_named
-from tpkernels.exchange.experts import Routes, rows_to_experts, rows_to_tokens
+from tpkernels.exchange.experts import (
+    Routes,
+    combine_gradients,
+    exchange_counts,
+    rows_to_experts,
+    rows_to_tokens,
+)
 from tpkernels.fused.ordered import exchanges
+from tpkernels.ops.experts.order import sort_forward
+from tpkernels.ops.experts.route import Routing
+from tpkernels.ops.experts.rows import combine_forward, take_backward
 
 
 def dispatch_reference(shards: Sequence[Tensor], experts: Sequence[Tensor], owned: range) -> Tensor:
@@ -49,90 +58,109 @@ def combine_reference(results: Tensor, experts: Tensor, weights: Tensor) -> Tens
 
 @torch.library.custom_op("tpkernels::dispatch", mutates_args=())
 def _dispatch(
-    x: Tensor, order: Tensor, weights: Tensor, counts: Tensor, num_rows: int, scaled: bool, group: str
+    x: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, num_rows: int, group: str
 ) -> Tensor:
-    routes = Routes(order, weights, order, counts, num_rows)
-    return rows_to_experts(x, routes, communicator_named(group), scaled=scaled)
+    return rows_to_experts(x, Routes(order, places, weights, order, counts, num_rows), communicator_named(group))
 
 
 @exchanges(_dispatch)
-def _(x: Tensor, order: Tensor, weights: Tensor, counts: Tensor, num_rows: int, scaled: bool, group: str) -> Tensor:
+def _(x: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, num_rows: int, group: str) -> Tensor:
     return x.new_empty(num_rows, x.shape[1])
+
+
+@torch.library.custom_op("tpkernels::dispatch_backward", mutates_args=())
+def _dispatch_backward(
+    drows: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, group: str
+) -> Tensor:
+    routes = Routes(order, places, weights, order, counts, len(drows))
+    return take_backward(rows_to_tokens(drows, routes, communicator_named(group)), places, routes.num_choices)
+
+
+@exchanges(_dispatch_backward)
+def _(drows: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, group: str) -> Tensor:
+    return drows.new_empty(weights.shape[0], drows.shape[1])
 
 
 @torch.library.custom_op("tpkernels::combine", mutates_args=())
 def _combine(
-    h: Tensor, order: Tensor, weights: Tensor, counts: Tensor, scaled: bool, keeps: bool, group: str
+    h: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, keeps: bool, group: str
 ) -> list[Tensor]:
     comm = communicator_named(group)
-    ys = rows_to_tokens(h, Routes(order, weights, order, counts, len(h)), comm)
-    y = _added(ys, order, weights, scaled=scaled)
+    ys = rows_to_tokens(h, Routes(order, places, weights, order, counts, len(h)), comm)
+    y = combine_forward(ys, places, weights)
     return [y, ys] if keeps and ys is not h else [y]
 
 
 @exchanges(_combine)
-def _(h: Tensor, order: Tensor, weights: Tensor, counts: Tensor, scaled: bool, keeps: bool, group: str) -> list[Tensor]:
+def _(
+    h: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, keeps: bool, group: str
+) -> list[Tensor]:
     y = h.new_empty(weights.shape[0], h.shape[1])
     return [y, h.new_empty(order.shape[0], h.shape[1])] if keeps and communicator_named(group).size > 1 else [y]
 
 
-def _added(ys: Tensor, order: Tensor, weights: Tensor, *, scaled: bool) -> Tensor:
-    """Return y[t, D]: the k terms of each token, added in the order of the choice."""
-    tokens, choices = weights.shape
-    row_of = _by_pair(torch.arange(len(order), device=order.device), order)
-    wide = torch.promote_types(ys.dtype, torch.float32)
-    y = ys.new_zeros(tokens, ys.shape[1], dtype=wide)
-    for choice in range(choices):
-        term = ys.index_select(0, row_of[choice::choices]).to(wide)
-        y += term * weights[:, choice, None] if scaled else term
-    return y.to(ys.dtype)
+@torch.library.custom_op("tpkernels::combine_backward", mutates_args=())
+def _combine_backward(
+    dy: Tensor, ys: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, num_rows: int, group: str
+) -> tuple[Tensor, Tensor]:
+    routes = Routes(order, places, weights, order, counts, num_rows)
+    dh, dweights = combine_gradients(dy, ys, routes, communicator_named(group))
+    assert dweights is not None, "asked for"
+    return dh, dweights
 
 
-def _by_pair(values: Tensor, order: Tensor) -> Tensor:
-    """Return values[R] of the sorted rows by their pairs: token, then choice."""
-    return torch.empty_like(values).index_copy_(0, order.long(), values)
+@exchanges(_combine_backward)
+def _(
+    dy: Tensor, ys: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, num_rows: int, group: str
+) -> tuple[Tensor, Tensor]:
+    return dy.new_empty(num_rows, dy.shape[1]), weights.new_empty(weights.shape)
 
 
 def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, order, weights, counts, _, scaled, group = inputs
-    ctx.save_for_backward(order, weights, counts)
-    ctx.call = scaled, group
+    _, order, places, weights, counts, _, ctx.group = inputs
+    ctx.save_for_backward(order, places, weights, counts)
 
 
 @differentiable_once
-def _dispatch_backward(ctx: Any, drows: Tensor) -> tuple[Any, ...]:
-    order, weights, counts = ctx.saved_tensors
-    scaled, group = ctx.call
-    dx = _combine(drows, order, weights, counts, scaled, False, group)[0]
-    return dx, None, None, None, None, None, None
+def _of_dispatch(ctx: Any, drows: Tensor) -> tuple[Any, ...]:
+    return _dispatch_backward(drows, *ctx.saved_tensors, ctx.group), None, None, None, None, None, None
 
 
 def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    h, order, weights, counts, scaled, keeps, group = inputs
+    h, order, places, weights, counts, _, ctx.group = inputs
     # With one rank the rows at the token's owner are those of the expert's.
-    ctx.save_for_backward(order, weights, counts, output[-1] if len(output) > 1 else h if keeps else None)
-    ctx.call = h.shape[0], scaled, group
+    ctx.save_for_backward(output[-1] if len(output) > 1 else h, order, places, weights, counts)
+    ctx.num_rows = h.shape[0]
     ctx.set_materialize_grads(False)
 
 
 @differentiable_once
-def _combine_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    order, weights, counts, ys = ctx.saved_tensors
-    num_rows, scaled, group = ctx.call
+def _of_combine(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     dy = grads[0]
     assert dy is not None, "y has a gradient"
-    dh = dweights = None
-    if ctx.needs_input_grad[0]:
-        dh = _dispatch(dy, order, weights, counts, num_rows, scaled, group)
-    if ctx.needs_input_grad[2]:
-        rows = dy.index_select(0, order // weights.shape[1]).to(weights.dtype)
-        products = (rows * ys.to(weights.dtype)).sum(1)
-        dweights = _by_pair(products, order).view(weights.shape)
-    return dh, None, dweights, None, None, None, None
+    dh, dweights = _combine_backward(dy, *ctx.saved_tensors, ctx.num_rows, ctx.group)
+    return dh, None, None, dweights, None, None, None
 
 
-_dispatch.register_autograd(_dispatch_backward, setup_context=_keep_for_dispatch)
-_combine.register_autograd(_combine_backward, setup_context=_keep_for_combine)
+_dispatch.register_autograd(_of_dispatch, setup_context=_keep_for_dispatch)
+_combine.register_autograd(_of_combine, setup_context=_keep_for_combine)
+
+
+@torch.compiler.disable  # the host waits in here
+def routes_of(routing: Routing, comm: Communicator) -> Routes:
+    """Return where the rows of all ranks' tokens go; collective, once for each layer and micro-batch.
+
+    Args:
+        routing: of this rank's tokens, as `route` returns it.
+        comm: the N ranks that share the experts, E/N consecutive ones each.
+
+    Raises:
+        ValueError, CallMismatch, PeerError: as exchange_counts.
+
+    Cost: a sort (sort_by_expert), and E + 2 numbers to each rank, for which the host waits.
+    """
+    order, _, places = sort_forward(routing.experts, len(routing.counts))
+    return exchange_counts(order, places, routing.weights, routing.counts, comm)
 
 
 def dispatch(x: Tensor, routes: Routes, comm: Communicator) -> Tensor:
@@ -162,7 +190,9 @@ def dispatch(x: Tensor, routes: Routes, comm: Communicator) -> Tensor:
     if problem:
         comm.refuse(x, problem)
     refuse_tangents("dispatch", x)
-    return _dispatch(x, routes.order, routes.weights.detach(), routes.counts, routes.num_rows, False, comm.name)
+    weights = routes.weights.detach()
+    rows: Tensor = _dispatch(x, routes.order, routes.places, weights, routes.counts, routes.num_rows, comm.name)
+    return rows
 
 
 def combine(h: Tensor, routes: Routes, comm: Communicator) -> Tensor:
@@ -190,8 +220,8 @@ def combine(h: Tensor, routes: Routes, comm: Communicator) -> Tensor:
     if problem:
         comm.refuse(h, problem)
     refuse_tangents("combine", h, routes.weights)
-    keeps = torch.is_grad_enabled() and routes.weights.requires_grad
-    outputs = _combine(h, routes.order, routes.weights, routes.counts, True, keeps, comm.name)
+    keeps = torch.is_grad_enabled() and (h.requires_grad or routes.weights.requires_grad)
+    outputs = _combine(h, routes.order, routes.places, routes.weights, routes.counts, keeps, comm.name)
     return outputs[0]
 
 

@@ -21,8 +21,9 @@ from support.ranks.standstill import Standstill
 from torch import Tensor
 from tpkernels.exchange.arena import CallMismatch
 from tpkernels.exchange.communicator import Communicator
-from tpkernels.exchange.experts import Routes, routes_of
-from tpkernels.fused.experts import combine, combine_reference, dispatch, dispatch_reference
+from tpkernels.exchange.experts import Routes, combine_gradients, exchange_counts, rows_to_experts, rows_to_tokens
+from tpkernels.fused.experts import combine, combine_reference, dispatch, dispatch_reference, routes_of
+from tpkernels.ops.experts.route import Routing
 from tpkernels.symmetric.signals import GroupPoisoned, PeerTimeout
 
 PAGE = 1 << 12
@@ -65,9 +66,9 @@ def drawn(kind: str, rank: int, tokens: int, num_experts: int, choices: int, col
 
 
 def routes(mine: Drawn, comm: Communicator, weights: Tensor | None = None) -> Routes:
-    order = mine.experts.flatten().sort(stable=True).indices.int()
     counts = torch.bincount(mine.experts.flatten(), minlength=len(mine.matrices)).int()
-    return routes_of(order, mine.weights if weights is None else weights, counts, comm)
+    weights = mine.weights if weights is None else weights
+    return routes_of(Routing(mine.experts, weights, counts, torch.empty(0)), comm)
 
 
 @contextlib.contextmanager
@@ -114,12 +115,13 @@ def expected(everyone: list[Drawn], rank: int) -> list[Tensor]:
 
 def check_against_one_process(arena_bytes: int, tokens: list[int], num_experts: int, choices: int) -> None:
     comm = hostile_communicator(dist.group.WORLD, arena_bytes)
+    columns = 130 if arena_bytes == PAGE else 5
     for kind in KINDS:
-        everyone = [drawn(kind, r, t, num_experts, choices, 5, torch.float64) for r, t in enumerate(tokens)]
+        everyone = [drawn(kind, r, t, num_experts, choices, columns, torch.float64) for r, t in enumerate(tokens)]
         got, want = results(everyone[comm.rank], comm), expected(everyone, comm.rank)
         assert torch.equal(got[0], want[0]), kind
         for a, b in zip(got, want, strict=True):
-            assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-12, atol=1e-12), kind
+            assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-12, atol=1e-11), kind
 
 
 @pytest.mark.parametrize("arena_bytes", [0, 1 << 16, PAGE], ids=["all-to-all", "memory", "pieces"])
@@ -136,7 +138,7 @@ def outcomes(arena_bytes: int, seed: int, columns: int) -> list[bytes]:
     """The bits of all results of some micro-batches in a row."""
     comm = hostile_communicator(dist.group.WORLD, arena_bytes, seed)
     tokens, found = [9, 0, 7, 4], []
-    for kind in KINDS:
+    for kind in KINDS[:3]:
         for dtype in (torch.float32, torch.bfloat16):
             mine = drawn(kind, comm.rank, tokens[comm.rank], 8, 3, columns, dtype)
             found += [t.view(torch.uint8).numpy().tobytes() for t in results(mine, comm) if t.numel()]
@@ -146,7 +148,7 @@ def outcomes(arena_bytes: int, seed: int, columns: int) -> list[bytes]:
 def test_equal_bits_whoever_is_late_and_whichever_way(ranks: RankPool) -> None:
     """Over all-to-all, over memory with other delays each time, and in pieces."""
     ways = [(0, 0), (1 << 18, 1), (1 << 18, 2), (2 * PAGE, 3)]
-    found = [ranks.run(outcomes, 4, arena_bytes, seed, 200) for arena_bytes, seed in ways]
+    found = [ranks.run(outcomes, 4, arena_bytes, seed, 100) for arena_bytes, seed in ways]
     assert found[0][0] and all(other == found[0] for other in found[1:])
 
 
@@ -178,26 +180,29 @@ def check_refusals() -> None:
     assert comm.arena is not None
     mine = drawn("uniform", comm.rank, 4, 4, 2, 6, torch.float32)
     late = comm.size - 1
+
+    def counted(counts: list[int], num_rows: int = 8, choices: int = 2) -> None:
+        order = torch.zeros(num_rows, dtype=torch.int32)
+        exchange_counts(order, order, torch.ones(4, choices), torch.tensor(counts), comm)
+
     with pytest.raises(ValueError, match="3 experts do not divide by 2 ranks: use 1 ranks"):
-        routes_of(torch.zeros(8, dtype=torch.int32), mine.weights, torch.full((3,), 2), comm)
+        counted([3, 3, 2])
     # Of one rank alone: it says what is wrong, and the others that they made another call.
-    with pytest.raises(ValueError if comm.rank == late else CallMismatch, match="order|something it refused"):
-        routes_of(
-            torch.zeros(7 if comm.rank == late else 8, dtype=torch.int32), mine.weights, torch.full((4,), 2), comm
-        )
+    with pytest.raises(
+        ValueError if comm.rank == late else CallMismatch, match=r"order and places|something it refused"
+    ):
+        counted([2] * 4, 7 if comm.rank == late else 8)
     # What only shows in the numbers of all: all say the same.
     with pytest.raises(ValueError, match="rank 1 has 4 x 2, and counts of 9: pass what `route` returned"):
-        counts = torch.tensor((2, 2, 2, 3 if comm.rank == late else 2))
-        routes_of(torch.zeros(8, dtype=torch.int32), mine.weights, counts, comm)
+        counted([2, 2, 2, 3 if comm.rank == late else 2])
     with pytest.raises(ValueError, match=r"got \[1, 2\] by rank: use one k on all ranks"):
-        k = 1 + comm.rank
-        routes_of(torch.zeros(4 * k, dtype=torch.int32), torch.ones(4, k), torch.full((4,), k), comm)
+        counted([1 + comm.rank] * 4, 4 * (1 + comm.rank), 1 + comm.rank)
     found = routes(mine, comm)
-    with pytest.raises(ValueError if comm.rank == late else CallMismatch, match="4 rows of floating|it refused"):
+    with pytest.raises(ValueError if comm.rank == late else CallMismatch, match=r"4 rows of floating|it refused"):
         dispatch(mine.x[: 3 if comm.rank == late else 4], found, comm)
-    with pytest.raises(CallMismatch, match="dispatch of 16 x . float32 from column 0, which takes rows to experts"):
+    with pytest.raises(CallMismatch, match=r"dispatch of 16 x . float32 from column 0, which takes rows to experts"):
         dispatch(mine.x[:, : 3 + comm.rank].contiguous(), found, comm)
-    with pytest.raises(CallMismatch, match="combine of 16 x 6 float.. from column 0, which returns rows to tokens"):
+    with pytest.raises(CallMismatch, match=r"combine of 16 x 6 float.. from column 0, which returns rows to tokens"):
         rows = torch.zeros(found.num_rows, 6, dtype=(torch.float32, torch.float64)[comm.rank])
         combine(rows, found, comm)
     assert torch.equal(
@@ -205,7 +210,9 @@ def check_refusals() -> None:
     )
     small = hostile_communicator(dist.group.WORLD, 2 * PAGE)
     mine = drawn("uniform", comm.rank, 2000, 4, 2, 6, torch.float32)
-    with pytest.raises(ValueError, match="a column of all rows must fit into the arena: dispatch has 16000 .* open it"):
+    with pytest.raises(
+        ValueError, match=r"a column of all rows must fit into the arena: dispatch has 16000 .* open it"
+    ):
         dispatch(mine.x, routes(mine, small), small)
 
 
@@ -247,27 +254,25 @@ def test_a_rank_that_stays_away_is_named(ranks: RankPool) -> None:
 def shapes_and_calls(world: int) -> list[tuple[Any, ...]]:
     """What the ranks of a fake group find; all counts are then those of this rank."""
     found: list[tuple[Any, ...]] = []
-    calls = []
     for rank in range(world):
         with fake_rank(rank, world) as recorder:
             comm = Communicator(dist.group.WORLD)
             mine = drawn("one", 0, 5, 8, 2, 6, torch.float32)
-            x, weights = mine.x.requires_grad_(), mine.weights.requires_grad_()
-            made = routes(mine, comm, weights)
-            rows = dispatch(x, made, comm)
-            y = combine(rows, made, comm)
-            y.sum().backward()
-            assert x.grad is not None and weights.grad is not None
-            found.append((made.num_rows, *rows.shape, *y.shape, *x.grad.shape, *weights.grad.shape))
-            calls.append([call.operation for call in recorder.calls])
-    return [*found, *calls]
+            made = routes(mine, comm)
+            rows = rows_to_experts(mine.x, made, comm)
+            ys = rows_to_tokens(rows, made, comm)
+            dh, dweights = combine_gradients(mine.dy, ys, made, comm)
+            assert dweights is not None
+            shapes = *rows.shape, *ys.shape, *dh.shape, *dweights.shape
+            found.append((made.num_rows, shapes, [call.operation for call in recorder.calls]))
+    return found
 
 
 def test_over_a_group_that_is_not_gloos(ranks: RankPool) -> None:
-    """One gather of counts, then an all-to-all for dispatch, combine, and the backward of each."""
+    """One gather of counts, then an all-to-all for each of dispatch, combine and its backward."""
     (found,) = ranks.run(shapes_and_calls, 1, 4)
     mine = drawn("one", 0, 5, 8, 2, 6, torch.float32)
-    for rank, shapes in enumerate(found[:4]):
-        num_rows = 4 * int(((mine.experts // 2) == rank).sum())
-        assert shapes == (num_rows, num_rows, 6, 5, 6, 5, 6, 5, 2)
-    assert found[4:] == [["_allgather_base_", *["alltoall_base_"] * 4]] * 4
+    for rank, (num_rows, shapes, operations) in enumerate(found):
+        assert num_rows == 4 * int(((mine.experts // 2) == rank).sum())
+        assert shapes == (num_rows, 6, 10, 6, num_rows, 6, 5, 2)
+        assert operations == ["_allgather_base_", *["alltoall_base_"] * 3]
