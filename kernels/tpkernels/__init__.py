@@ -75,6 +75,9 @@ _HOME = {
     "dispatch": "fused.experts",
     "combine": "fused.experts",
     "wgrad_": "ops.matmul.wgrad",
+    "grouped_matmul": "ops.experts.grouped",
+    "grouped_swiglu": "ops.experts.grouped_swiglu",
+    "grouped_wgrad_": "ops.experts.grouped",
 }
 
 __all__ = sorted(_HOME)

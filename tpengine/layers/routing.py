@@ -26,11 +26,13 @@ from torch.nn import Parameter
 from tpkernels.again import once
 from tpkernels.derivatives import is_recorded, refuse_second_order
 from tpkernels.exchange.communicator import Communicator
+from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.experts.choose import ChoiceRule, check_choice, choose_backward, choose_forward
 from tpkernels.ops.experts.order import sort_forward
 from tpkernels.ops.experts.route import router_logits
 from tpkernels.ops.matmul.host import product
 
+from tpengine.layers.balance import LayerBalance
 from tpengine.layers.gradient_sink import GradientSink, check_reaches
 from tpengine.layers.placement import Placement, whole
 
@@ -118,21 +120,48 @@ class Router(TokenWeight):
         hidden_size, num_experts: D and E.
         rule: how they are chosen, and how many.
         comm, sink, dtype, device: as TokenWeight.
+        has_bias: whether choices follow scores to which a bias of each expert is added, which begins as 0, in
+            promote_types(dtype, float32). Weights do not, so that it has no gradient: counts of tokens move it.
+
+    Attributes:
+        balance: what it is told of the auxiliary loss, and tells of its choices, where somebody trains it; or None.
 
     Raises:
         ValueError: the rule cannot choose among so many experts.
     """
 
-    def __init__(self, hidden_size: int, num_experts: int, rule: ChoiceRule, comm: Communicator, **options: Any) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        rule: ChoiceRule,
+        comm: Communicator,
+        *,
+        has_bias: bool = False,
+        **options: Any,
+    ) -> None:
         check_choice(num_experts, None, rule)
         super().__init__(hidden_size, num_experts, comm, **options)
         self.rule = rule
+        self.balance: LayerBalance | None = None
+        self.e_score_correction_bias: Parameter | None = None
+        if has_bias:
+            zeros = torch.zeros(num_experts, dtype=accumulation_dtype(self.weight.dtype), device=self.weight.device)
+            self.e_score_correction_bias = Parameter(zeros, requires_grad=False)
+
+    def tp_placements(self) -> Mapping[str, Placement]:
+        """See TokenWeight: the bias is whole too."""
+        bias = {} if self.e_score_correction_bias is None else {"e_score_correction_bias": whole(self.comm)}
+        return {**super().tp_placements(), **bias}
 
     def forward(self, x: Tensor) -> Routed:
         """Return where the rows of X[T, D] go."""
         weight = self.read()
         if not is_recorded():
-            return self.chosen(router_logits(x, weight))
+            logits = router_logits(x, weight)
+            routed = self.chosen(logits)
+            self.noted(logits, routed.counts)
+            return routed
         return Routed(*_Route.apply(x, weight, self))
 
     def chosen(self, logits: Tensor) -> Routed:
@@ -141,8 +170,18 @@ class Router(TokenWeight):
         # Aliases: what is kept for a second forward must not hold the graph of the first.
         return Routed(*(of.detach() for of in found))
 
+    def noted(self, logits: Tensor, counts: Tensor) -> Tensor | None:
+        """Note a choice where somebody asks for it; return what the auxiliary loss needs in backward, if anything."""
+        return None if self.balance is None else self.balance.note(logits, counts)
+
+    def add_balance_(self, dlogits: Tensor, logits: Tensor, fractions: Tensor) -> None:
+        """Add the gradient of the auxiliary loss to dlogits[T, E]: of this rank's tokens, so that it counts once."""
+        assert self.balance is not None, "who has noted is still there"
+        own = len(logits) // self.comm.size
+        self.balance.add_gradient_(dlogits, logits, fractions, slice(self.comm.rank * own, (self.comm.rank + 1) * own))
+
     def _choose(self, logits: Tensor) -> Routed:
-        experts, weights, counts = choose_forward(logits, None, self.rule)
+        experts, weights, counts = choose_forward(logits, self.e_score_correction_bias, self.rule)
         return Routed(weights, experts, counts, *sort_forward(experts, len(self.weight)))
 
 
@@ -150,14 +189,15 @@ class _Route(torch.autograd.Function):
     """Local shapes: X[T, D], w[E, D], logits[T, E], weights[T, k]; dweights, dlogits, dX and dw are partial(tp).
 
     forward:  logits = X @ w.T;  the choice, kept;  order
-    backward: dlogits of dweights;  dX = dlogits @ w, in X's dtype;  dw = dlogits.T @ X, into the sink
+    backward: dlogits of dweights, and of the auxiliary loss;  dX = dlogits @ w, in X's dtype;  dw = dlogits.T @ X, into
+              the sink
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, router: Router) -> tuple[Tensor, ...]:
         logits = router_logits(x, weight)
         found = router.chosen(logits)
-        ctx.save_for_backward(x, weight, logits, found.experts, found.weights)
+        ctx.save_for_backward(x, weight, logits, found.experts, found.weights, router.noted(logits, found.counts))
         ctx.parameter, ctx.router = weight, router
         ctx.mark_non_differentiable(*found[1:])
         return tuple(found)
@@ -165,8 +205,10 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dweights: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         refuse_second_order("a router")
-        x, weight, logits, experts, weights = ctx.saved_tensors
+        x, weight, logits, experts, weights, fractions = ctx.saved_tensors
         dlogits = choose_backward(dweights, logits, experts, weights, ctx.router.rule)
+        if fractions is not None:
+            ctx.router.add_balance_(dlogits, logits, fractions)
         return *_score_gradients(ctx, dlogits, x, weight, ctx.router), None
 
 

@@ -339,6 +339,7 @@ def experts(part: describe.Experts, parts: FastParts, dropout: Dropout | None) -
         part.num_experts,
         rule,
         parts.tp,
+        has_bias=part.has_bias,
         shared_size=part.shared_size,
         shared_gated=part.shared_gated,
         gathers_again=parts.gathers_again,

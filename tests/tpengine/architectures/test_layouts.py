@@ -52,6 +52,16 @@ PARTS: dict[str, dict[str, Any]] = {
         }
     },
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"] * 2, "attention_bias": True},
+    # Two layers of either kind; the width of an expert is cut in four.
+    "qwen3_moe": {
+        "attention_bias": False,
+        "moe_intermediate_size": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [],
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "smollm3": {
         "attention_bias": False,
         "no_rope_layers": [1, 0, 1, 0],
@@ -59,6 +69,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
     },
 }
+
 
 
 @functools.cache
