@@ -300,8 +300,8 @@ def hottest_share(expert_counts: Sequence[int], num_ranks: int) -> float:
 
         share = max over j of (sum of counts of experts jE/N .. (j+1)E/N - 1) / (sum of all counts / N)
 
-    All ranks wait for that rank: a layer whose products take `s` seconds where routing is even takes at least share * s.
-    That is the bound of the hottest rank, which no exchange can pass.
+    All ranks wait for that rank: a layer whose products take `s` seconds where routing is even takes at
+    least share * s. It is the bound of the hottest rank, which no exchange can pass.
 
     Args:
         expert_counts: rows of each expert, of all ranks' tokens together.
