@@ -90,13 +90,13 @@ class Experts(Part):
             shapes["shared_expert_gate.weight"] = (1, d)
         return shapes
 
-    def counts_experts(self, name: str) -> bool:
-        """Whole experts lie on ranks that share them."""
-        return name.startswith("experts.")
-
     def has_gradient(self, name: str) -> bool:
         """Choices have none, and so neither has the bias that they follow."""
         return name != ROUTER_BIAS
+
+    def counts_experts(self, name: str) -> bool:
+        """Whole experts lie on ranks that share them."""
+        return name.startswith("experts.")
 
     def behind(self) -> Mapping[str, str]:
         """Gate and up of the shared experts are one matrix."""

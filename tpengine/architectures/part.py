@@ -410,13 +410,13 @@ class Part:
         """
         return None
 
-    def counts_experts(self, name: str) -> bool:
-        """Return whether a parameter's first dim counts experts, whole ones of which ranks share out (parallel.ep)."""
-        return False
-
     def has_gradient(self, name: str) -> bool:
         """Return whether a parameter has a gradient: one without is moved by something else, if at all."""
         return True
+
+    def counts_experts(self, name: str) -> bool:
+        """Return whether a parameter's first dim counts experts, whole ones of which ranks share out (parallel.ep)."""
+        return False
 
     def first_value(self, name: str) -> float:
         """Return what all elements of a vector begin with."""

@@ -45,8 +45,8 @@ class ParameterSpec:
         valid_rows: rows that mean something; the rest is vocabulary padding, initialised to zero.
         over: the axes over which its part says that its gradient is summed; None for those that follow from the cut.
         behind: the parameter behind which it lies, where one product reads both as one matrix; empty for none.
-        ep: how many ranks of a stage its first dim, of experts, is cut over, where these are more than tp; else 0.
         has_gradient: False for the bias of a router, in at least float32, which counts of tokens move (train.balance).
+        ep: how many ranks of a stage its first dim, of experts, is cut over, where these are more than tp; else 0.
     """
 
     name: str
@@ -58,8 +58,8 @@ class ParameterSpec:
     init: float = 1.0
     over: tuple[Axis, ...] | None = field(default=None, repr=False)
     behind: str = field(default="", repr=False)
-    ep: int = field(default=0, repr=False)
     has_gradient: bool = field(default=True, repr=False)
+    ep: int = field(default=0, repr=False)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
