@@ -163,6 +163,70 @@ def embedding_backward_work(tokens: int, vocabulary: int, hidden: int, item_byte
     )
 
 
+def route_work(tokens: int, hidden: int, num_experts: int, top_k: int, item_bytes: int) -> Work:
+    """Return the work of a router: logits[tokens, num_experts], scores, the top_k of each token and their weights.
+
+    Operations: the product; per logit as `cross_entropy_work`, maximum, difference, exponential, sum.
+    Bytes: x and the weight read; float32 logits written, int32 experts and float32 weights; a count per expert.
+    """
+    choices = tokens * (num_experts + 2 * top_k) + num_experts
+    return Work(
+        flops=(2 * hidden + 4) * tokens * num_experts,
+        memory_bytes=item_bytes * (tokens + num_experts) * hidden + _FLOAT_BYTES * choices,
+    )
+
+
+def route_backward_work(tokens: int, hidden: int, num_experts: int, top_k: int, item_bytes: int) -> Work:
+    """Return the work of dx and dw of a router: two products and the logits' gradient.
+
+    Operations per logit: difference, exponential, product.
+    Bytes: x and the weight read, as many written; logits, experts, weights and their gradient read. The logits'
+    gradient between the two is not counted.
+    """
+    choices = tokens * (num_experts + 3 * top_k)
+    return Work(
+        flops=(4 * hidden + 3) * tokens * num_experts,
+        memory_bytes=2 * item_bytes * (tokens + num_experts) * hidden + _FLOAT_BYTES * choices,
+    )
+
+
+def sort_by_expert_work(rows: int, num_experts: int) -> Work:
+    """Return the work of the order of rows by experts, of int32: experts read, order and offsets written."""
+    return Work(memory_bytes=_FLOAT_BYTES * (2 * rows + num_experts + 1))
+
+
+def take_rows_work(tokens: int, top_k: int, hidden: int, item_bytes: int) -> Work:
+    """Return the work of xs[tokens * top_k, hidden] from x[tokens, hidden]: int32 order read, each row written."""
+    rows = tokens * top_k
+    return Work(memory_bytes=item_bytes * (tokens + rows) * hidden + _FLOAT_BYTES * rows)
+
+
+def take_rows_backward_work(tokens: int, top_k: int, hidden: int, item_bytes: int) -> Work:
+    """Return the work of dx from dxs: as forward, and each row is added."""
+    return Work(flops=tokens * top_k * hidden) + take_rows_work(tokens, top_k, hidden, item_bytes)
+
+
+def combine_rows_work(tokens: int, top_k: int, hidden: int, item_bytes: int) -> Work:
+    """Return the work of y[tokens, hidden], the weighted sums of top_k rows: a product and a sum per element.
+
+    Bytes: rows read, y written; int32 order and float32 weights read.
+    """
+    rows = tokens * top_k
+    return Work(flops=2 * rows * hidden, memory_bytes=item_bytes * (tokens + rows) * hidden + 2 * _FLOAT_BYTES * rows)
+
+
+def combine_rows_backward_work(tokens: int, top_k: int, hidden: int, item_bytes: int) -> Work:
+    """Return the work of the rows' gradients and the weights'.
+
+    Operations per element of the rows: the product with the weight; a product and a sum for the weight's gradient.
+    Bytes: dy and rows read, as many rows written; order and weights read, the weights' gradient written.
+    """
+    rows = tokens * top_k
+    return Work(
+        flops=3 * rows * hidden, memory_bytes=item_bytes * (tokens + 2 * rows) * hidden + 3 * _FLOAT_BYTES * rows
+    )
+
+
 def adamw_work(elements: int, grad_item_bytes: int, parameter_item_bytes: int = 0) -> Work:
     """Return the work of an AdamW step: master and two moments read and written, gradient read, parameter written.
 
@@ -252,6 +316,64 @@ def reduce_scatter_work(full_bytes: int, world: int) -> Work:
 def all_reduce_work(full_bytes: int, world: int) -> Work:
     """Return the work per rank of a reduce-scatter followed by an all-gather."""
     return reduce_scatter_work(full_bytes, world) + all_gather_work(full_bytes // world, world)
+
+
+def dispatch_work(rows: int, crossing: int, hidden: int, item_bytes: int) -> Work:
+    """Return the work per rank of bringing rows[rows, hidden] to their experts' owners; also of combine's gradient.
+
+    Args:
+        rows: of this rank's experts, from all ranks.
+        crossing: of this rank's own rows, those whose expert is another rank's (`crossing_rows`).
+
+    Bytes: each row read and written; the rows that cross are sent, each as often as the token has experts there.
+    """
+    return Work(memory_bytes=2 * item_bytes * rows * hidden, link_bytes=item_bytes * crossing * hidden)
+
+
+def combine_work(tokens: int, choices: int, crossing: int, hidden: int, item_bytes: int) -> Work:
+    """Return the work per rank of bringing experts' rows back and adding those of each token; of dispatch's gradient.
+
+    Args:
+        tokens, choices: of this rank, and of a token.
+        crossing: rows that this rank's experts made for tokens of others.
+
+    Operations: a product and an addition for each element of each row. Bytes: a token's rows read, their sum written.
+    """
+    rows = tokens * choices
+    return Work(
+        flops=2 * rows * hidden,
+        memory_bytes=item_bytes * (rows + tokens) * hidden + _FLOAT_BYTES * rows,
+        link_bytes=item_bytes * crossing * hidden,
+    )
+
+
+def crossing_rows(counts: Sequence[Sequence[int]], rank: int) -> tuple[int, int]:
+    """Return how many rows a rank sends to others' experts, and how many rows of others its experts get.
+
+    Args:
+        counts: rows that each rank sends each expert, [N][E]; rank j owns experts jE/N to (j+1)E/N - 1.
+    """
+    per_rank = len(counts[0]) // len(counts)
+    own = slice(rank * per_rank, (rank + 1) * per_rank)
+    kept = sum(counts[rank][own])
+    return sum(counts[rank]) - kept, sum(sum(of_rank[own]) for of_rank in counts) - kept
+
+
+def hottest_share(expert_counts: Sequence[int], num_ranks: int) -> float:
+    """Return the rows of the rank whose experts get most, over the mean of all ranks: 1 where all get as many.
+
+        share = max over j of (sum of counts of experts jE/N .. (j+1)E/N - 1) / (sum of all counts / N)
+
+    All ranks wait for that rank: a layer whose products take `s` seconds where routing is even takes at
+    least share * s. It is the bound of the hottest rank, which no exchange can pass.
+
+    Args:
+        expert_counts: rows of each expert, of all ranks' tokens together.
+        num_ranks: N, which divides the number of experts.
+    """
+    per_rank = len(expert_counts) // num_ranks
+    by_rank = [sum(expert_counts[first : first + per_rank]) for first in range(0, len(expert_counts), per_rank)]
+    return max(by_rank) * num_ranks / sum(by_rank) if sum(by_rank) else 1.0
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from tpengine.plan import Gathered
 Shapes = Mapping[str, tuple[int, ...]]
 
 # An axis of the mesh over which each rank's gradient is only a part of the sum; of several dp stands first.
-Axis = Literal["dp", "tp", "replica"]
+# "edp" are the ranks of a stage that hold the same experts, where these are not those of dp (parallel.ep above tp).
+Axis = Literal["dp", "tp", "replica", "edp"]
 
 
 # What a memory sheet calls the mask of a dropout, of 1 byte per element.
@@ -245,19 +246,28 @@ class Product:
         columns, inner: of this rank.
         cut: which of both the ranks share, and in exact mode a rank's shards. With "inner" y is a partial sum.
         rows: tokens; 0 for those of the micro-batch.
+        num_weights: of which each row meets one: with E experts as many products, of rows / E rows in the mean.
     """
 
     columns: int
     inner: int
     cut: Literal["columns", "inner"]
     rows: int = 0
+    num_weights: int = 1
 
     def work(self, s: Sizes) -> Work:
         """Return the work of forward, and of either gradient."""
-        return matmul_work(self.rows or s.tokens, self.columns, self.inner, s.item)
+        of_one = matmul_work(self.rows or s.tokens, self.columns, self.inner, s.item)
+        others = (self.num_weights - 1) * self.columns * self.inner * s.item
+        return of_one + Work(memory_bytes=others)
 
     def operands(self, s: Sizes) -> int:
-        """Return the bytes that its weight half needs: of x and of the gradient of y; one of both is gathered."""
+        """Return the bytes that its weight half needs: of x and of the gradient of y; one of both is gathered.
+
+        With several weights neither is: both are rows of its own.
+        """
+        if self.num_weights > 1:
+            return self.rows * (self.columns + self.inner) * s.item
         cut = self.columns if self.cut == "columns" else self.inner
         return s.gathered + (self.rows or s.tokens) * cut * s.item
 
@@ -400,6 +410,14 @@ class Part:
         """
         return None
 
+    def has_gradient(self, name: str) -> bool:
+        """Return whether a parameter has a gradient: one without is moved by something else, if at all."""
+        return True
+
+    def counts_experts(self, name: str) -> bool:
+        """Return whether a parameter's first dim counts experts, whole ones of which ranks share out (parallel.ep)."""
+        return False
+
     def first_value(self, name: str) -> float:
         """Return what all elements of a vector begin with."""
         return 0.0
@@ -420,6 +438,10 @@ class Part:
         """Return the variant of this part that keeps least for backward: for bounds."""
         return self
 
+    def elements_per_token(self, model: ModelConfig) -> Mapping[str, int]:
+        """Return by matrix how many of its elements a token is multiplied with: all, but of experts the chosen ones."""
+        return {name: math.prod(shape) for name, shape in self.shapes(model).items() if len(shape) > 1}
+
     def flops(self, model: ModelConfig, sequences: int, seq: int, *, causal_half: bool, windowed: bool = True) -> int:
         """Return the model flops of forward, on all ranks together.
 
@@ -429,8 +451,7 @@ class Part:
             causal_half: count the half of attention's scores that a causal kernel computes.
             windowed: count of a window only what is inside it, if `causal_half`.
         """
-        matrices = sum(math.prod(shape) for shape in self.shapes(model).values() if len(shape) > 1)
-        return 2 * matrices * sequences * seq
+        return 2 * sum(self.elements_per_token(model).values()) * sequences * seq
 
     def products(self, s: Sizes) -> tuple[Product, ...]:
         """Return its products with weights, in their order."""
@@ -443,6 +464,18 @@ class Part:
     def backward_operators(self, s: Sizes) -> tuple[Operator, ...]:
         """Return the operators of backward but for the two gradients of each product."""
         return ()
+
+    def reads_output_gradient(self) -> bool:
+        """Return whether its weight half needs the gradient of its output itself, gathered."""
+        return True
+
+    def deferred(self, s: Sizes) -> int:
+        """Return the bytes that its weight half needs beside the operands of its products and vectors' gradients."""
+        return 0
+
+    def decided(self, s: Sizes) -> int:
+        """Return the bytes of what is decided once, and kept where all else is computed again; part of `kept`."""
+        return 0
 
     def kept(self, s: Sizes) -> tuple[Kept, ...]:
         """Return what forward keeps beside what its norm does, the mask of the residual dropout apart."""

@@ -8,7 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from tpengine import trust
-from tpengine.architectures import gemma3, gpt2, granite, llama, ministral3, mistral, olmo3, phi3, qwen2, qwen3, smollm3
+from tpengine.architectures import (
+    gemma3,
+    gpt2,
+    granite,
+    llama,
+    ministral3,
+    mistral,
+    mixtral,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
+from tpengine.architectures.config_json import quantization_of
 from tpengine.architectures.describe import Architecture, ConfigJson
 from tpengine.architectures.description import Half, halves_of, reordered_norm
 from tpengine.architectures.table import FittingRule, check_table, find
@@ -28,6 +43,8 @@ BUILT_IN: dict[str, Architecture] = {
     "phi3": phi3.ARCHITECTURE,
     "olmo3": olmo3.ARCHITECTURE,
     "ministral3": ministral3.ARCHITECTURE,
+    "qwen3_moe": qwen3_moe.ARCHITECTURE,
+    "mixtral": mixtral.ARCHITECTURE,
 }
 
 
@@ -92,9 +109,9 @@ def model_of(config: ConfigJson, architecture: str | None = None) -> ModelConfig
                 "one of your own (--model.architecture FILE.py)"
             )
         architecture = names[config.architecture]
-    if (method := config.values.get("quantization_config")) is not None:
+    if (method := quantization_of(config.values)) is not None:
         raise ValueError(
-            f"weights must not be quantized: {config.path} has quantization_config {method!r}: dequantize them first, "
+            f"weights must not be quantized: {config.path} has quantization_config {method}: dequantize them first, "
             "with transformers' model.dequantize()"
         )
     model = replace(_named(architecture).numbers(config), architecture=architecture)

@@ -35,6 +35,8 @@ _ROPE_ASCENDING = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("
 MOST_LAYERS = 2**14
 # Of a pipeline rank; of a micro-batch; of a step.
 MOST_CHUNKS = 2**10
+# What the kernel that chooses them is written for.
+MOST_EXPERTS = 2**12
 MOST_SEQUENCES = 2**16
 MOST_BATCH = 2**32
 # Open bounds, written as the nearest closed bounds.
@@ -53,6 +55,7 @@ RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType
         "model.residual_dropout": (0, _BELOW_ONE),
         "model.attention_dropout": (0, _BELOW_ONE),
         "model.mlp_dropout": (0, _BELOW_ONE),
+        "parallel.ep": (1, 2**24),
         "parallel.chunks_per_rank": (1, MOST_CHUNKS),
         "parallel.bucket_bytes": (1, 2**62),
         "parallel.memory_limit": (0, 2**62),
@@ -74,6 +77,7 @@ RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType
         "train.nonfinite_steps": (1, 2**20),
         "train.label_smoothing": (0, 1),
         "train.z_loss": (0, None),
+        "train.balance_rate": (_POSITIVE, None),
         "train.check_replicas_every": (0, 2**40),
         "train.timeout_seconds": (0, None),
         "data.held_out_fraction": (0, 0.9),
@@ -152,12 +156,58 @@ def check_details(model: ModelConfig) -> None:
     for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
         if getattr(details, name) <= 0:
             raise ValueError(f"model.details.{name} must be positive: got {getattr(details, name)}: use 1.0 for none")
-    for name in ("windows", "rotates"):
+    _check_experts(model)
+    for name in ("windows", "rotates", "has_experts"):
         if (num := len(getattr(details, name))) not in (0, model.num_layers):
             raise ValueError(
                 f"model.details.{name} must be one of each layer, or none: got {num} with num_layers "
                 f"{model.num_layers}: use [] or {model.num_layers} of them"
             )
+
+
+def _check_experts(model: ModelConfig) -> None:
+    """Raise ValueError for numbers of experts that do not fit each other."""
+    details = model.details
+    num, chosen, groups = details.num_experts, details.experts_per_token, details.expert_groups
+    if not num:
+        return
+    if num > MOST_EXPERTS:
+        raise ValueError(
+            f"a layer has at most {MOST_EXPERTS} experts: num_experts {num}: use num_experts {MOST_EXPERTS} or fewer"
+        )
+    if not 1 <= chosen <= num:
+        raise ValueError(
+            f"a token chooses 1 to num_experts experts: experts_per_token {chosen}, num_experts {num}: use "
+            f"experts_per_token {min(max(chosen, 1), num)}"
+        )
+    if groups < 1 or num % groups or num == groups > 1:
+        legal = [of for of in divisors(num) if of == 1 or of < num]
+        raise ValueError(
+            f"groups of experts must divide them, two at least in each: expert_groups {groups}, num_experts {num}: use "
+            f"{nearest_of('expert_groups', groups, legal)}"
+        )
+    if not 1 <= details.groups_per_token <= groups or details.groups_per_token * (num // groups) < chosen:
+        least = -(-chosen // (num // groups))
+        raise ValueError(
+            f"the groups that a token chooses within must hold its experts: groups_per_token "
+            f"{details.groups_per_token} of {groups} groups of {num // groups} experts, experts_per_token {chosen}: "
+            f"use groups_per_token {least} to {groups}"
+        )
+    if details.expert_ffn_size < 1 or details.router_scale <= 0:
+        raise ValueError(
+            f"experts need a width of at least 1 and a scale above 0: expert_ffn_size {details.expert_ffn_size}, "
+            f"router_scale {details.router_scale}: use those of config.json"
+        )
+    if details.gates_shared_expert and not details.shared_expert_size:
+        raise ValueError(
+            "a gate of shared experts needs some: gates_shared_expert true, shared_expert_size 0: use "
+            "gates_shared_expert false"
+        )
+    if model.mlp_dropout:
+        raise ValueError(
+            f"experts drop nothing inside: model.mlp_dropout {model.mlp_dropout} with num_experts {num}: use "
+            "model.mlp_dropout 0, or model.residual_dropout"
+        )
 
 
 def _check_each(owner: Any, default: Any, prefix: str) -> None:
@@ -227,6 +277,7 @@ def check_ranges(config: Config) -> None:
         (config.train, "train.", "dtype"),
         (config.train, "train.", "reduction"),
         (config.train, "train.", "attention"),
+        (config.train, "train.", "balance"),
         (config.optim, "optim.", "moments"),
         (config.optim, "optim.", "schedule"),
         (config, "", "device"),

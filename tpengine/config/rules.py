@@ -105,11 +105,29 @@ def validate(config: Config, world_size: int) -> Config:
     profiled_steps(config)
     check_model(config.model)
     _check_attention(config)
+    config = _with_router_bias(config)
     config = with_batch(replace(config, parallel=resolve_layout(config.parallel, world_size)))
     _check_learning_rate(config)
     _check_layout(config)
     _check_schedule(config)
     return config
+
+
+def _with_router_bias(config: Config) -> Config:
+    """Return a configuration whose routers have the bias that train.balance moves.
+
+    Raises:
+        ValueError: a model without experts.
+    """
+    balance, details = config.train.balance, config.model.details
+    if balance != "none" and not details.num_experts:
+        raise ValueError(
+            f"train.balance is of a model with experts: got {balance}, model.details.num_experts 0: use none, or a "
+            "model with experts, as --preset tiny_moe"
+        )
+    if balance != "bias" or details.router_bias:
+        return config
+    return replace(config, model=replace(config.model, details=replace(details, router_bias=True)))
 
 
 def schedule_of(config: Config) -> Schedule:
@@ -325,13 +343,15 @@ def _check_layout(config: Config) -> None:
             f"{nearest_of('tp', tp, divisors(math.gcd(model.num_heads, world_size)))}"
             f"{other if is_open else ''}"
         )
-    if model.ffn_size % tp:
-        other = f", or {nearest_multiples('ffn_size', model.ffn_size, tp)}"
-        raise ValueError(
-            f"ffn_size must be divisible by tp: ffn_size {model.ffn_size}, tp {tp}: use "
-            f"{nearest_of('tp', tp, divisors(math.gcd(model.ffn_size, world_size)))}"
-            f"{other if is_open else ''}"
-        )
+    for name, width in model.ffn_widths.items():
+        # Ranks that share experts hold whole ones.
+        if width % tp and (name != "expert_ffn_size" or config.parallel.ep == 1):
+            other = f", or {nearest_multiples(name, width, tp)}"
+            raise ValueError(
+                f"{name} must be divisible by tp: {name} {width}, tp {tp}: use "
+                f"{nearest_of('tp', tp, divisors(math.gcd(width, world_size)))}"
+                f"{other if is_open and name == 'ffn_size' else ''}"
+            )
     kv = model.num_kv_heads
     if not shares_heads(kv, tp):
         sharing = [of for of in divisors(math.gcd(model.num_heads, world_size)) if shares_heads(kv, of)]
@@ -349,9 +369,42 @@ def _check_layout(config: Config) -> None:
             f"a step has at most {_MOST_MICRO_BATCHES} micro-batches: num_micro_batches {train.num_micro_batches} * dp "
             f"{dp}: use num_micro_batches {_MOST_MICRO_BATCHES // dp} or fewer"
         )
+    _check_experts(config)
     _check_residency(config.parallel)
     if train.reduction == "exact":
         _check_exact(config, tp, dp)
+
+
+def legal_ep(config: Config) -> list[int]:
+    """Return the values of parallel.ep that a configuration may have whose tp and dp are resolved, ascending."""
+    parallel, num_experts = config.parallel, config.model.details.num_experts
+    assert parallel.tp and parallel.dp, "resolve the layout first: config.resolve_layout"
+    if not num_experts or config.train.reduction == "exact":
+        return [1]
+    shared = [parallel.tp * number for number in divisors(parallel.dp)]
+    return sorted({1, *(ep for ep in shared if num_experts % ep == 0)})
+
+
+def _check_experts(config: Config) -> None:
+    tp, dp, ep = config.parallel.tp, config.parallel.dp, config.parallel.ep
+    num_experts = config.model.details.num_experts
+    assert tp is not None and dp is not None
+    legal = legal_ep(config)
+    if ep in legal:
+        return
+    if not num_experts:
+        raise ValueError(f"ep shares out the experts of a model: ep {ep}, and this model has none: use ep 1")
+    if config.train.reduction == "exact":
+        raise ValueError(
+            f"with train.reduction exact every expert is cut over tp, and ep is 1: ep {ep}: use ep 1, or "
+            "train.reduction fast"
+        )
+    remedy = f"use {nearest_of('ep', ep, legal)}"
+    if num_experts % ep:
+        raise ValueError(f"num_experts must be divisible by ep: num_experts {num_experts}, ep {ep}: {remedy}")
+    if tp * dp % ep:
+        raise ValueError(f"ep must divide the tp * dp ranks of a stage: ep {ep}, tp {tp} * dp {dp}: {remedy}")
+    raise ValueError(f"ep must be tp, or tp times a divisor of dp: ep {ep}, tp {tp}, dp {dp}: {remedy}")
 
 
 def zero_in_words(parallel: ParallelConfig) -> str:
@@ -372,11 +425,11 @@ def _check_residency(parallel: ParallelConfig) -> None:
 
 def _check_exact(config: Config, tp: int, dp: int) -> None:
     model, train = config.model, config.train
-    shards = num_shards_of(config)
+    shards, widths = num_shards_of(config), " and ".join(f"{name} {of}" for name, of in model.ffn_widths.items())
     if shards % tp:
         raise ValueError(
             f"with train.reduction exact tp must divide the number of shards, {shards}, that num_heads "
-            f"{model.num_heads}, num_kv_heads {model.num_kv_heads}, ffn_size {model.ffn_size} and "
+            f"{model.num_heads}, num_kv_heads {model.num_kv_heads}, {widths} and "
             f"{train.micro_batch_size} * {train.seq_len} tokens allow: tp {tp}: use "
             f"{nearest_of('tp', tp, divisors(shards))}, or train.reduction fast"
         )

@@ -2,6 +2,8 @@
 
 column.py row.py   column- and row-parallel layers, and their products; read column.py first
 prepared_weights.py  who owns the memory of a weight, and the forms in which it is multiplied
+experts.py routing.py  a mixture of experts: the networks, and which of them a token goes to
+spread_experts.py  the same, whole experts on several ranks, to which rows travel
 bias.py            biases, and learned positions
 attention.py mlp.py norm.py   the other layers of a block
 scores.py          how scores are made: rotary positions, window, scale
@@ -12,6 +14,7 @@ vocabulary.py      embedding and loss, cut over the vocabulary
 token_values.py    what a loss may ask of logits that are cut so: log-probabilities, entropy, the whole
 rows.py            what rows are: sequences, packed documents, what follows on a cache of keys and values
 scaled.py          a tensor times a number, of which nothing is kept
+balance.py         what routers of experts are told and tell: counts, the auxiliary loss
 dropout.py         masks that are the same in every layout
 gradient_sink.py   where weight gradients go
 collectives.py     the seam between layers and communication
@@ -32,6 +35,7 @@ from tpengine.layers.attention import Attention
 from tpengine.layers.bias import LearnedPositions
 from tpengine.layers.column import ColumnParallelLinear, PackedWeights
 from tpengine.layers.dropout import Dropout, Position
+from tpengine.layers.experts import MixtureOfExperts
 from tpengine.layers.mlp import FeedForward, SwiGLU
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
 from tpengine.layers.placement import Placement, placements_of
@@ -39,6 +43,7 @@ from tpengine.layers.replicated import check_replicated, clip_grad_norm_, replic
 from tpengine.layers.row import RowParallelLinear
 from tpengine.layers.rows import Documents, KeyValueCache
 from tpengine.layers.scores import Rotation, Scores
+from tpengine.layers.spread_experts import SpreadExperts
 from tpengine.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tpengine.layers.width_norm import WidthNorm, norm_over_ranks
 
@@ -53,6 +58,7 @@ __all__ = [
     "KeyValueCache",
     "LayerNorm",
     "LearnedPositions",
+    "MixtureOfExperts",
     "Norm",
     "OffsetRMSNorm",
     "PackedWeights",
@@ -62,6 +68,7 @@ __all__ = [
     "Rotation",
     "RowParallelLinear",
     "Scores",
+    "SpreadExperts",
     "SwiGLU",
     "VocabParallelEmbedding",
     "WidthNorm",

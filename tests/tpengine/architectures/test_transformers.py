@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.architectures.drawn import CONFIGS, drawn_config
 from support.architectures.parity import assert_parity
-from support.architectures.transformers_models import Widened, built, config_json, ours
+from support.architectures.transformers_models import Widened, built, config_json, in_files, ours
 
 from tpengine.architectures.registry import model_of
 
@@ -48,7 +48,7 @@ def test_a_greedy_continuation_is_that_of_transformers(architecture: str, seed: 
     options["use_cache"] = getattr(config, "sliding_window", None) != 1
     with Widened():
         found = theirs.generate(prompt, max_new_tokens=CONTINUED, **options)
-    net, got = ours(model, theirs.state_dict()), prompt[0]
+    net, got = ours(model, in_files(theirs, theirs.state_dict())), prompt[0]
     with torch.no_grad():
         for want in found.logits:
             logits = net(got, len(got))[-1, :256]
