@@ -178,6 +178,7 @@ def _complete(path: Path, step: int) -> Listed | None:
         return _listed(path, "damaged", step=step)
     config, data = _object(index.state, "config"), _object(index.state, "data")
     parallel = _object(config, "parallel")
+    axes = ("dp", "tp", "pp", *(("ep",) if parallel.get("ep") not in (None, 1) else ()))
     phase, loss = data.get("phase"), index.state.get("held_out_loss")
     return _listed(
         path,
@@ -187,7 +188,7 @@ def _complete(path: Path, step: int) -> Listed | None:
         phase=phase + 1 if config.get("phases") and isinstance(phase, int) else None,
         held_out_loss=loss if isinstance(loss, float) else None,
         num_bytes=sum(entry.num_bytes for entry in index.files.values()),
-        layout=" ".join(f"{axis} {parallel[axis]}" for axis in ("dp", "tp", "pp") if parallel.get(axis)) or None,
+        layout=" ".join(f"{axis} {parallel[axis]}" for axis in axes if parallel.get(axis)) or None,
     )
 
 

@@ -5,7 +5,7 @@ launch.py                        rank and number of processes, from the environm
                                  on which ranks of one host listen; no torch
 meeting.py                       how ranks meet before there is a process group
 process.py                       device, backend, start and end of one process
-mesh.py                          the axes pp, dp, tp and their groups; which groups exchange through shared memory
+mesh.py                          the axes pp, dp, tp, ep and their groups; which groups exchange through shared memory
 agreement.py                     whether all ranks have built the same model; messages that are not tensors
 local_ranks.py rank_process.py   ranks that one command starts on this host, and the program of each
 """

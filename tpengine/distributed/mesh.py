@@ -305,6 +305,8 @@ class Communicators:
         """Return how this rank exchanges per axis: "tp, dp through 20.2 MB of shared memory per rank; pp by gloo"."""
         sizes = {"tp": self.tp.size, "pp": self.pp.size, "dp": self.dp.size}
         through_memory = {"tp": self.tp.arena, "pp": mailbox, "dp": self.dp.arena}
+        if self.ep is not None and self.ep is not self.tp:
+            sizes["ep"], through_memory["ep"] = self.ep.size, self.ep.arena
         used = [axis for axis, found in through_memory.items() if found is not None]
         others = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
         parts = []

@@ -108,7 +108,8 @@ def show_plan(
         ("model", f"{num_parameters(model):,} parameters, {model.num_layers} layers, hidden {model.hidden_size}"),
         (
             "layout",
-            f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp} on {device.type}, {train.dtype}{_sharing(layout)}",
+            f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}{_experts(layout)} on {device.type}, "
+            f"{train.dtype}{_sharing(layout)}",
         ),
         (
             "step",
@@ -178,6 +179,11 @@ def _sharing(layout: Layout) -> str:
     """Return what the replicas shard, in words."""
     stays = f" residency {layout.residency}" if layout.zero == 3 else ""
     return f", zero {layout.zero}{stays}" if layout.zero else ""
+
+
+def _experts(layout: Layout) -> str:
+    """Return how many ranks share experts, in words."""
+    return f", ep {layout.ep}" if layout.ep > 1 else ""
 
 
 def _memory(memory: HeldBytes) -> str:

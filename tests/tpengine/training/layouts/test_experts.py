@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,50 @@ def test_a_run_goes_on_with_experts_shared_out_otherwise(
     ranks.run(train_and_save, num_ranks(of(*first)), of(*first), str(tmp_path))
     numbers, weights = alone(8)
     compare(ranks.run(go_on, num_ranks(of(*second)), of(*second), str(tmp_path)), (numbers[SAVED:], weights))
+
+
+# Experts' second matrices are frozen; then the others, with a router; then nothing.
+THAWING = """
+[[phase]]
+until = 1
+[[phase.optim.groups]]
+pattern = "*.experts.down_proj.weight"
+frozen = true
+
+[[phase]]
+until = 2
+[[phase.optim.groups]]
+pattern = "*.mlp.*.[gu]*_proj.weight"
+frozen = true
+[[phase.optim.groups]]
+pattern = "*.mlp.gate.weight"
+frozen = true
+
+[[phase]]
+"""
+
+
+def through_phases(config: Config) -> Outcome:
+    trainer, numbers = made(config), []
+    for step in range(STEPS):
+        assert trainer.enter_phase_of(step) == (step > 0)
+        result = trainer.step.run(step)
+        check_replicas(trainer.state, step + 1)
+        numbers.append((result.loss, result.grad_norm))
+    with whole_weights(trainer):
+        pieces, held = trainer.state.model.pieces, trainer.state.model.held
+        return numbers, {name: (pieces[name].block[0], weight.detach().clone()) for name, weight in held.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dp", "tp", "ep", "zero"), [(4, 1, 2, 0), (4, 1, 2, 1), (4, 1, 2, 3), (2, 2, 4, 3)])
+def test_shared_experts_freeze_and_thaw_as_in_one_process(
+    ranks: RankPool, tmp_path: Path, dp: int, tp: int, ep: int, zero: int
+) -> None:
+    file = tmp_path / "phases.toml"
+    file.write_text(THAWING)
+    (want,) = ranks.run(through_phases, 1, replace(of(1, 1, 1, 1), phases=str(file)))
+    compare(ranks.run(through_phases, dp * tp, replace(of(dp, tp, 1, ep, zero), phases=str(file))), want)
 
 
 def scaled_experts(trainer: Trainer, factor: float) -> None:
