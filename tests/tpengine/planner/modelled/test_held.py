@@ -76,7 +76,7 @@ class KeepingSink:
     def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
         self.tensors += [rows, grad]
 
-    def grouped_weight_grad(self, param: Parameter, dy: Tensor, x: Tensor, offsets: Tensor) -> None:
+    def grouped_weight_grad(self, param: Parameter, dy: Tensor, x: Tensor, offsets: Tensor, **_: Any) -> None:
         self.tensors += [dy, x, offsets]
 
 
@@ -251,7 +251,13 @@ def test_walks_end_with_what_is_kept(dtype: str, recompute: Recompute) -> None:
 @pytest.mark.parametrize("recompute", list(Recompute))
 @pytest.mark.parametrize("is_local", [False, True], ids=["received", "local"])
 @pytest.mark.parametrize(
-    "model", [*(pytest.param(model, marks=pytest.mark.slow) for model in ({}, {"num_kv_heads": 2})), DROPS], ids=str
+    "model",
+    [
+        *(pytest.param(model, marks=pytest.mark.slow) for model in ({}, {"num_kv_heads": 2})),
+        DROPS,
+        {"architecture": "mixtral", "details": EXPERTS},
+    ],
+    ids=["llama", "shared heads", "dropout", "experts"],
 )
 def test_what_is_computed_again_is_not_kept(model: dict[str, Any], is_local: bool, recompute: Recompute) -> None:
     """Recomputing does not change what the weight half needs. A tensor from a chunk of the same rank is in no slot."""
