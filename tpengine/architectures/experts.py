@@ -241,14 +241,12 @@ class Experts(Part):
         ledger.make(rows)
         walk.output_gradient_used()
         ledger.free(rows, dy)
-        ledger.make(3 * middle)
-        ledger.free(middle)
-        # Of the rows, in two terms, while all operands are there.
-        ledger.make(rows)
-        ledger.briefly(rows)
-        for operands in ((middle, rows), (), (2 * middle, rows)):
-            walk.weight_gradient(of_expert, *operands)
-        ledger.free(2 * middle)
+        ledger.make(middle)
+        ledger.briefly(max(3 * middle, 6 * s.widened(self.rows(s) * self.width(s))))
+        # Of gate and up, and of the rows, while all operands are there.
+        ledger.make(2 * middle, rows)
+        walk.weight_gradient(of_expert, 3 * middle, 2 * rows)
+        ledger.free(middle, 2 * middle)
         # Of the tokens.
         ledger.briefly(s.widened(self.rows(s) * s.hidden))
         ledger.make(tokens)

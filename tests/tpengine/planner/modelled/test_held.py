@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch.nn import Parameter
+from tpkernels.again import once
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import Config, ModelConfig, ParameterGroup, TrainConfig
@@ -144,7 +146,18 @@ def kept(
         stage.receive_output_grad(0, dy)
     shared = [*net.parameters(), *rope_tables_of(config, dtype), tokens, *([] if is_local else [x, dy])]
     saved, deferred = Kept(shared), Kept(shared)
-    with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
+
+    def noted(decide: Callable[[], Any]) -> Any:
+        """What a computation decides once is kept beside autograd's tensors, where it is computed again."""
+        found = once(decide)
+        for tensor in found if recompute in (Recompute.BLOCK, Recompute.FULL) else ():
+            saved.add(tensor)
+        return found
+
+    with (
+        patch("tpengine.layers.routing.once", noted),
+        torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor),
+    ):
         stage.forward(0)
     if is_local and is_full and not is_first:
         saved.add(x)  # by the stage itself
