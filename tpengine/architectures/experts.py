@@ -185,7 +185,7 @@ class Experts(Part):
         """
         tokens, rows, width, num = s.tokens, self.rows(s), self.width(s), self.num_experts
         routed = tokens * num * s.wide + self.decided(s) - num * _INDEX_BYTES
-        kept = (
+        kept: tuple[Kept, ...] = (
             Kept("its gathered rows", f"T D e = {tokens} x {s.hidden} x {s.item}", tokens * s.hidden * s.item),
             Kept(
                 "logits and choices",
