@@ -26,8 +26,8 @@ class Experts(Part):
         y[t] = sum over j of weights[t, j] down_e(silu(gate_e x[t]) * up_e x[t]),  e = experts[t, j], in falling order
                + shared(x[t]), times sigmoid(x[t] w_shared.T) if `shared_gated`
 
-    Each expert's F is cut over tp. The router is whole on every rank: all choose alike, and each has the part of the
-    router's gradient that its columns of F make.
+    Each expert's F is cut over tp, or ranks share out whole experts (parallel.ep). The router is whole on every rank: all
+    choose alike, and each has the part of the router's gradient that its columns of F make.
 
     Attributes:
         num_experts: E.
@@ -93,6 +93,10 @@ class Experts(Part):
     def has_gradient(self, name: str) -> bool:
         """Choices have none, and so neither has the bias that they follow."""
         return name != ROUTER_BIAS
+
+    def counts_experts(self, name: str) -> bool:
+        """Whole experts lie on ranks that share them."""
+        return name.startswith("experts.")
 
     def behind(self) -> Mapping[str, str]:
         """Gate and up of the shared experts are one matrix."""

@@ -26,7 +26,8 @@ from tpengine.plan import Gathered
 Shapes = Mapping[str, tuple[int, ...]]
 
 # An axis of the mesh over which each rank's gradient is only a part of the sum; of several dp stands first.
-Axis = Literal["dp", "tp", "replica"]
+# "edp" are the ranks of a stage that hold the same experts, where these are not those of dp (parallel.ep above tp).
+Axis = Literal["dp", "tp", "replica", "edp"]
 
 
 # What a memory sheet calls the mask of a dropout, of 1 byte per element.
@@ -412,6 +413,10 @@ class Part:
     def has_gradient(self, name: str) -> bool:
         """Return whether a parameter has a gradient: one without is moved by something else, if at all."""
         return True
+
+    def counts_experts(self, name: str) -> bool:
+        """Return whether a parameter's first dim counts experts, whole ones of which ranks share out (parallel.ep)."""
+        return False
 
     def first_value(self, name: str) -> float:
         """Return what all elements of a vector begin with."""

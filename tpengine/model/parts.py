@@ -31,6 +31,7 @@ from tpengine.layers.mlp import FeedForward
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
 from tpengine.layers.query_scaling import QueryScaling
 from tpengine.layers.scores import Rotation, Scores
+from tpengine.layers.spread_experts import SpreadExperts
 from tpengine.layers.vocabulary import VocabParallelEmbedding
 from tpengine.layers.width_norm import WidthNorm
 from tpengine.model.exact import (
@@ -54,10 +55,12 @@ class Parts(Protocol):
         tp: the real tp ranks.
         table_size: over how many ranks the parameter table cuts.
         held: those of them that this rank is.
+        experts_comm: the ranks that share experts (parallel.ep); None where each expert is cut over tp.
     """
 
     model: ModelConfig
     tp: Communicator
+    experts_comm: Communicator | None
 
     @property
     def table_size(self) -> int: ...
@@ -130,6 +133,7 @@ class FastParts:
         model: sizes.
         tp: the tp ranks.
         replicas: the tp ranks that share a KV head, if kv heads < tp.
+        experts_comm: the ranks that share experts; None where each expert is cut over tp.
         attention: whose attention the layers take, as layers.Attention's `whose`.
         sink, gathers_again, dtype, device: as ColumnParallelLinear.
     """
@@ -140,6 +144,7 @@ class FastParts:
         tp: Communicator,
         *,
         replicas: Communicator | None = None,
+        experts_comm: Communicator | None = None,
         attention: Whose = "auto",
         sink: GradientSink | None = None,
         gathers_again: bool = False,
@@ -147,6 +152,7 @@ class FastParts:
         device: torch.device | str | None = None,
     ) -> None:
         self.model, self.tp, self.replicas, self.whose = model, tp, replicas, attention
+        self.experts_comm = experts_comm
         # What every layer with weights takes.
         self.options: dict[str, Any] = dict(sink=sink, dtype=dtype, device=device)
         self.gathers_again = gathers_again
@@ -220,6 +226,7 @@ class ExactParts:
         device: torch.device | str | None = None,
     ) -> None:
         self.model, self.tp, self.shards = model, shards.comm, shards
+        self.experts_comm: Communicator | None = None
 
         def of_each(sinks: Sequence[GradientSink] | None) -> list[FastParts]:
             sink_of: Sequence[GradientSink | None] = sinks or [None] * len(shards.held)
@@ -333,18 +340,17 @@ def feed_forward(part: describe.FeedForward, parts: FastParts, dropout: Dropout 
 def experts(part: describe.Experts, parts: FastParts, dropout: Dropout | None) -> nn.Module:
     """x[T/tp, D] -> x[T/tp, D]; nothing is dropped inside (config/rules.py)."""
     rule = ChoiceRule(part.top_k, part.scoring, part.normalize, part.scale, part.num_groups, part.top_groups)
-    return MixtureOfExperts(
-        parts.model.hidden_size,
-        part.ffn_size,
-        part.num_experts,
-        rule,
-        parts.tp,
+    options: dict[str, Any] = dict(
         has_bias=part.has_bias,
         shared_size=part.shared_size,
         shared_gated=part.shared_gated,
         gathers_again=parts.gathers_again,
         **parts.options,
     )
+    sizes = parts.model.hidden_size, part.ffn_size, part.num_experts
+    if parts.experts_comm is not None:
+        return SpreadExperts(*sizes, rule, parts.tp, parts.experts_comm, **options)
+    return MixtureOfExperts(*sizes, rule, parts.tp, **options)
 
 
 def exact_norm(part: describe.Norm, parts: ExactParts, dropout: Dropout | None = None) -> ExactNorm:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tpengine.architectures.experts import ROUTER_BIAS
 from tpengine.checkpoint.index import Index
 from tpengine.checkpoint.load import load
 from tpengine.checkpoint.resume import Checkpoint
@@ -115,9 +116,15 @@ def load_weights(state: TrainState, directory: Path, index: Index) -> None:
 
 
 def load_blocks(blocks: Iterable[tuple[str, SavedBlock]], directory: Path, index: Index) -> None:
-    """Fill blocks of weights, each by its name in checkpoints, as load_weights does; collective."""
+    """Fill blocks of weights, each by its name in checkpoints, as load_weights does; collective.
+
+    Routers' biases that the checkpoint's run had not begin at 0.
+    """
     wanted: dict[str, tuple[SavedBlock, ...]] = defaultdict(tuple)
     for name, block in blocks:
+        if name.endswith(ROUTER_BIAS) and name not in index.tensors:
+            block.tensor.zero_()
+            continue
         wanted[MASTER + name if MASTER + name in index.tensors else name] += (block,)
     # One call, since every call hashes every file.
     load(directory, index, {name: Blocks(parts) for name, parts in wanted.items()}, converts=True)
@@ -160,11 +167,10 @@ def _block(piece: Piece, tensor: Tensor, offset: tuple[int, ...], stored: bool) 
 
 def _stores(state: TrainState, name: str, piece: Piece, place: int) -> bool:
     """Return whether this rank stores the block; the ranks that hold the same block take turns by parameter."""
-    at, shape = state.rank.mesh.at, state.rank.mesh.shape
+    at, tp = state.rank.mesh.at, state.rank.mesh.shape.tp
     if piece.spec.name == EMBEDDING and not state.model.is_first:  # the tied copy of the last stage
         return False
-    num_tp = max(1, piece.num_holders * shape.tp // piece.tp)
-    if state.is_cut(name):  # no other replica holds it
-        return place % num_tp == at.tp % num_tp
-    holder = at.dp * num_tp + at.tp % num_tp
-    return place % (shape.dp * num_tp) == holder
+    num_tp = max(1, piece.num_holders * tp // piece.tp)
+    copy, num_copies = state.copy_of(name)
+    holder = copy * num_tp + at.tp % num_tp
+    return place % (num_copies * num_tp) == holder
