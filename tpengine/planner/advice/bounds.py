@@ -98,7 +98,7 @@ class Bounds:
         self._sums: dict[Key, KnownSums] = {}
         self._played: dict[tuple[Any, ...], Played] = {}
         self._pipelines: dict[tuple[Any, ...], _Pipeline] = {}
-        if known is not None and known.question.base == question.base:
+        if known is not None and (known.question.base, known.question.load) == (question.base, question.load):
             self._take_over(known)
 
     def _take_over(self, known: Bounds) -> None:
@@ -191,7 +191,8 @@ class Bounds:
         """Return what the micro-batches of a stage keep at least."""
         key = layout.tp, layout.micro_batch_size, layout.recompute, layout.gathered
         if key not in self._saved:
-            sizes = Sizes.of(self._config((*key, "fused")), layout.tp, Gathered(layout.gathered))
+            config, load = self._config((*key, "fused")), self.question.load
+            sizes = Sizes.of(config, layout.tp, Gathered(layout.gathered), load=load)
             blocks = {BlockBytes.of(sizes, layer).least for layer in range(self.num_layers)}
             self._saved[key] = min(block.saved(Recompute(layout.recompute)) for block in blocks)
         return _num_live(layout) * (self.num_layers // layout.num_chunks) * self._saved[key]
@@ -245,7 +246,8 @@ class Bounds:
                 Chunk(rank, part, None, None, Recompute(layout.recompute), Gathered(layout.gathered))
                 for rank, part in zip(ranks, layers, strict=True)
             ]
-            self._bytes[of] = bytes_of_chunks(self._config(key), layout.tp, chunks, self._walked.setdefault(key, {}))
+            walked = self._walked.setdefault(key, {})
+            self._bytes[of] = bytes_of_chunks(self._config(key), layout.tp, chunks, walked, self.question.load)
         return self._bytes[of]
 
     def _cut(self, layout: Candidate) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
@@ -284,7 +286,14 @@ class Bounds:
             chunk = Chunk(0, layers, None, None, Recompute(key[2]), Gathered(key[3]))
             config, known = self._config(key), self._sums.setdefault(key, {})
             self._chunks[of, key] = chunk_seconds(
-                config, key[0], self._machine, chunk, is_first=is_first, is_last=is_last, known=known
+                config,
+                key[0],
+                self._machine,
+                chunk,
+                is_first=is_first,
+                is_last=is_last,
+                known=known,
+                load=self.question.load,
             )
         return self._chunks[of, key]
 

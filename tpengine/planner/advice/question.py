@@ -51,6 +51,7 @@ class Question:
         global_batch: sequences per step, over all replicas.
         fixed: settings that the user chose, by their names in AXES: one value, or several as a tuple.
         num_tokens: of a whole run, whose length in time is told; 0 for none.
+        load: what the rank with the busiest experts gets, over the mean; 1 is an equal share.
         kept: what a run has where a command does not say it: the defaults, or what a run that goes on was started with.
     """
 
@@ -61,6 +62,7 @@ class Question:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     kept: ParallelConfig = field(default_factory=ParallelConfig)
     num_tokens: int = 0
+    load: float = 1.0
 
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed.keys() - set(AXES))

@@ -136,7 +136,7 @@ def nearest(
 
 def _sheet(layout: Candidate, question: Question) -> Sheet | None:
     try:
-        return Sheet.of(layout.config(question), question.machine, builds=lowered)
+        return Sheet.of(layout.config(question), question.machine, builds=lowered, load=question.load)
     except ValueError:
         return None
 
@@ -348,7 +348,8 @@ class _Search:
         return layout, sheet
 
     def _whole(self, layout: Candidate) -> Sheet:
-        return Sheet.of(layout.config(self.question), self.question.machine, builds=lowered)
+        question = self.question
+        return Sheet.of(layout.config(question), question.machine, builds=lowered, load=question.load)
 
     def _rows(self, *, verifies: bool) -> tuple[Row, ...]:
         """Return the best layouts, their plans verified."""

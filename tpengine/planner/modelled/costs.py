@@ -101,6 +101,7 @@ def chunk_seconds(
     is_first: bool,
     is_last: bool,
     known: KnownSums | None = None,
+    load: float = 1.0,
 ) -> Mapping[Kind, ActionSeconds]:
     """Return what F, B, I and W of one chunk take.
 
@@ -109,9 +110,10 @@ def chunk_seconds(
         machine: its rates, as `machine_of_ranks` has them.
         chunk: its layers.
         is_first, is_last: which ends of the model it holds.
-        known: what chunks of this configuration, tp and machine have in common, to be kept from call to call.
+        known: what chunks of this configuration, tp, machine and load have in common, to be kept from call to call.
+        load: of the rank, as Sizes has it.
     """
-    return _of_chunk(config, tp, machine, chunk, is_first, is_last, {} if known is None else known)
+    return _of_chunk(config, tp, machine, chunk, is_first, is_last, {} if known is None else known, load=load)
 
 
 def _of_chunk(
@@ -142,7 +144,12 @@ def _of_chunk(
 
 
 def model_costs(
-    config: Config, layout: Layout, plan: Plan, machine: Machine = CPU_CORE, packed: Packed | None = None
+    config: Config,
+    layout: Layout,
+    plan: Plan,
+    machine: Machine = CPU_CORE,
+    packed: Packed | None = None,
+    load: float = 1.0,
 ) -> Costs:
     """Return the costs of a configuration's plan, in seconds and bytes.
 
@@ -153,21 +160,29 @@ def model_costs(
         plan: training_plan or forward_plan of both; includes what its chunks recompute and gather again.
         machine: its rates.
         packed: the documents of micro-batches, whose mean is modelled; None for whole sequences.
+        load: of the rank that gets most, as Sizes has it: every step waits for it.
     """
-    return StepCosts(config, layout, plan, machine, packed).costs()
+    return StepCosts(config, layout, plan, machine, packed, load).costs()
 
 
 class StepCosts:
     """The parts of `model_costs`; what is public is ours, and other where another engine is modelled by a subclass.
 
     Args:
-        config, layout, plan, machine, packed: as for `model_costs`.
+        config, layout, plan, machine, packed, load: as for `model_costs`.
     """
 
     def __init__(
-        self, config: Config, layout: Layout, plan: Plan, machine: Machine, packed: Packed | None = None
+        self,
+        config: Config,
+        layout: Layout,
+        plan: Plan,
+        machine: Machine,
+        packed: Packed | None = None,
+        load: float = 1.0,
     ) -> None:
-        self.config, self.layout, self.plan, self.machine, self.packed = config, layout, plan, machine, packed
+        self.config, self.layout, self.plan, self.machine = config, layout, plan, machine
+        self.packed, self.load = packed, load
         self.dtype = config.train.dtype
         self.item, self.wide = dtype_bytes(self.dtype), gradient_bytes(self.dtype)
         # Bytes per element of a gradient on its way between replicas.
@@ -213,12 +228,12 @@ class StepCosts:
 
     def compute_seconds(self) -> dict[tuple[Kind, int], float]:
         """Return what F, B, I and W of each chunk take."""
-        seconds = action_seconds(self.config, self.layout, self.plan, self.machine, self.packed)
+        seconds = action_seconds(self.config, self.layout, self.plan, self.machine, self.packed, self.load)
         return {key: of.total for key, of in seconds.items()}
 
     def activation_bytes(self) -> dict[int, ChunkBytes]:
         """Return what a micro-batch holds, by chunk."""
-        return activation_bytes(self.config, self.layout.tp, self.plan)
+        return activation_bytes(self.config, self.layout.tp, self.plan, self.load)
 
     def bytes_per_rank(self) -> list[tuple[int, int]]:
         """Return (weights, bytes) by pipeline rank, as the function of that name."""
