@@ -111,6 +111,22 @@ def normal(seed: int, name: str, index: Tensor) -> Tensor:
     return (total.double() - _SUM_MEAN) * (1.0 / _SUM_STD)
 
 
+def global_indices(place: Tensor, shape: Sequence[int], offset: Sequence[int], size: Sequence[int]) -> Tensor:
+    """Return where elements of a block lie in the global tensor, row by row.
+
+    Args:
+        place: int64, where they lie in the block.
+        shape: the global tensor's.
+        offset, size: of the block, as many dims as `shape`.
+    """
+    index, stride = torch.zeros_like(place), 1
+    for dim in range(len(shape) - 1, 0, -1):
+        index += (place % size[dim] + offset[dim]) * stride
+        place = place.div(size[dim], rounding_mode="floor")
+        stride *= shape[dim]
+    return index + (place + offset[0]) * stride
+
+
 def normal_block(
     seed: int,
     name: str,
@@ -124,11 +140,11 @@ def normal_block(
 ) -> Tensor:
     """Draw one block of a global tensor: the elements a shard holds, in any layout the same.
 
-        block[i, j] = std * normal(seed, name, (offset[0] + i) * shape[1] + offset[1] + j)
+        block[i, j] = std * normal(seed, name, (offset[0] + i) * shape[1] + offset[1] + j)      and so with 1 or 3 dims
 
     Args:
         seed, name: the stream.
-        shape: the global tensor's shape, 1 or 2 dims.
+        shape: the global tensor's shape, 1 to 3 dims.
         offset, size: where the block starts and how large it is, as many dims as `shape`.
         std: standard deviation.
         dtype, device: of the result.
@@ -142,18 +158,15 @@ def normal_block(
     Cost: about 1 GB of memory traffic in cache per 10**6 elements; extra memory 2 MB (on a GPU 500 MB).
     """
     inside = all(o >= 0 and s >= 0 and o + s <= g for g, o, s in zip(shape, offset, size, strict=True))
-    if len(shape) not in (1, 2) or not inside:
+    if len(shape) not in (1, 2, 3) or not inside:
         raise ValueError(
-            f"a block must lie inside its tensor of 1 or 2 dims: {name} has shape {tuple(shape)}, "
+            f"a block must lie inside its tensor of 1 to 3 dims: {name} has shape {tuple(shape)}, "
             f"block offset {tuple(offset)}, size {tuple(size)}: cut the block from the tensor"
         )
-    row_stride = shape[1] if len(shape) == 2 else 1
-    num_columns = size[1] if len(size) == 2 else 1
-    first = offset[0] * row_stride + (offset[1] if len(offset) == 2 else 0)
-    block = torch.empty(size[0] * num_columns, dtype=dtype, device=device)
+    block = torch.empty(math.prod(size), dtype=dtype, device=device)
     step = counters_at_a_time(block.device)
     for start in range(0, block.numel(), step):
         place = torch.arange(start, min(start + step, block.numel()), device=device)
-        index = first + place.div(num_columns, rounding_mode="floor") * row_stride + place % num_columns
+        index = global_indices(place, shape, offset, size)
         block[start : start + len(place)] = (normal(seed, name, index) * std).to(dtype)
     return block.view(*size)

@@ -331,6 +331,15 @@ class ConfigJson:
                 f"{' or '.join(map(repr, allowed))}: write an architecture of your own (--model.architecture FILE.py)"
             )
 
+    def layers(self, name: str, num_layers: int) -> frozenset[int]:
+        """Return the numbers of layers that an array has; null or a missing one is none."""
+        found = self._typed(name, [], (list,), "an array of layers")
+        if any(type(layer) is not int or not 0 <= layer < num_layers for layer in found):
+            raise ValueError(
+                f"{self.path}: {name} must be numbers of layers below {num_layers}: got {_shown(found)}: correct it"
+            )
+        return frozenset(found)
+
     def windows(self, num_layers: int, is_local: Sequence[bool], default: int) -> tuple[int, ...]:
         """Return the window of each layer by `sliding_window` and, where it is there, `layer_types`.
 

@@ -8,6 +8,7 @@ from tpengine.architectures.description import pre_norm as pre_norm
 from tpengine.architectures.description import reordered_norm as reordered_norm
 from tpengine.architectures.description import sandwich_norm as sandwich_norm
 from tpengine.architectures.ends import Ends as Ends
+from tpengine.architectures.experts import Experts as Experts
 from tpengine.architectures.feed_forward import FeedForward as FeedForward
 from tpengine.architectures.norm import Norm as Norm
 from tpengine.architectures.part import Part as Part

@@ -245,16 +245,20 @@ class Product:
         columns, inner: of this rank.
         cut: which of both the ranks share, and in exact mode a rank's shards. With "inner" y is a partial sum.
         rows: tokens; 0 for those of the micro-batch.
+        num_weights: of which each row meets one: with E experts as many products, of rows / E rows in the mean.
     """
 
     columns: int
     inner: int
     cut: Literal["columns", "inner"]
     rows: int = 0
+    num_weights: int = 1
 
     def work(self, s: Sizes) -> Work:
         """Return the work of forward, and of either gradient."""
-        return matmul_work(self.rows or s.tokens, self.columns, self.inner, s.item)
+        of_one = matmul_work(self.rows or s.tokens, self.columns, self.inner, s.item)
+        others = (self.num_weights - 1) * self.columns * self.inner * s.item
+        return of_one + Work(memory_bytes=others)
 
     def operands(self, s: Sizes) -> int:
         """Return the bytes that its weight half needs: of x and of the gradient of y; one of both is gathered."""
@@ -420,6 +424,10 @@ class Part:
         """Return the variant of this part that keeps least for backward: for bounds."""
         return self
 
+    def elements_per_token(self, model: ModelConfig) -> Mapping[str, int]:
+        """Return by matrix how many of its elements a token is multiplied with: all, but of experts the chosen ones."""
+        return {name: math.prod(shape) for name, shape in self.shapes(model).items() if len(shape) > 1}
+
     def flops(self, model: ModelConfig, sequences: int, seq: int, *, causal_half: bool, windowed: bool = True) -> int:
         """Return the model flops of forward, on all ranks together.
 
@@ -429,8 +437,7 @@ class Part:
             causal_half: count the half of attention's scores that a causal kernel computes.
             windowed: count of a window only what is inside it, if `causal_half`.
         """
-        matrices = sum(math.prod(shape) for shape in self.shapes(model).values() if len(shape) > 1)
-        return 2 * matrices * sequences * seq
+        return 2 * sum(self.elements_per_token(model).values()) * sequences * seq
 
     def products(self, s: Sizes) -> tuple[Product, ...]:
         """Return its products with weights, in their order."""

@@ -8,7 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from tpengine import trust
-from tpengine.architectures import gemma3, gpt2, granite, llama, ministral3, mistral, olmo3, phi3, qwen2, qwen3, smollm3
+from tpengine.architectures import (
+    gemma3,
+    gpt2,
+    granite,
+    llama,
+    ministral3,
+    mistral,
+    mixtral,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from tpengine.architectures.describe import Architecture, ConfigJson
 from tpengine.architectures.description import Half, halves_of, reordered_norm
 from tpengine.architectures.table import FittingRule, check_table, find
@@ -28,6 +42,8 @@ BUILT_IN: dict[str, Architecture] = {
     "phi3": phi3.ARCHITECTURE,
     "olmo3": olmo3.ARCHITECTURE,
     "ministral3": ministral3.ARCHITECTURE,
+    "qwen3_moe": qwen3_moe.ARCHITECTURE,
+    "mixtral": mixtral.ARCHITECTURE,
 }
 
 

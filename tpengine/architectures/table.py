@@ -2,7 +2,8 @@
 
 A rule's key is the name of a module in the files of the architecture, less their common prefix, as a pattern: `*`
 stands for one part of a name (or a piece of one), `{q,k,v}` for either of them. Our name is the same, unless the rule
-has `of(...)`. In that name braces mean parameters that lie in one tensor of the file, one behind the other.
+has `of(...)`. In that name braces mean parameters that lie in one tensor of the file, one behind the other. `#` in a key
+stands for a number: the files have a tensor for each index of the first dim of ours, which has the name without it.
 
     column       an output-parallel matrix [out, in]: rows cut over tp; its bias too
     row          an input-parallel matrix [out, in]: columns cut; its bias is whole on every rank
@@ -38,12 +39,14 @@ class Rule:
         by_heads: cut between heads.
         ours: pattern of our name, where it is not the file's.
         is_transposed: the file has the matrix as [in, out].
+        is_optional: a model of the architecture may have none.
     """
 
     cut: Literal["column", "row", "vocab", "replicate"]
     by_heads: bool = False
     ours: str = ""
     is_transposed: bool = False
+    is_optional: bool = False
 
     def __call__(self, unit: _Unit) -> Rule:
         """Return the rule for what is cut between heads: column(heads)."""
@@ -52,11 +55,13 @@ class Rule:
     def dim_of(self, num_dims: int) -> int | None:
         """Return which dim of a parameter [out, in] or [out] is cut over tp; None: every rank holds it whole.
 
-        The bias of an input-parallel product is whole: it is added to this rank's tokens.
+        The bias of an input-parallel product is whole: it is added to this rank's tokens. Of stacked matrices
+        [E, out, in] each is cut alike.
         """
+        first = max(num_dims - 2, 0)
         if self.cut == "row":
-            return 1 if num_dims > 1 else None
-        return None if self.cut == "replicate" else 0
+            return first + 1 if num_dims > 1 else None
+        return None if self.cut == "replicate" else first
 
     def of(self, ours: str) -> Rule:
         """Return the rule for what the files have under another name; braces: packed(q, k, v) in one tensor."""
@@ -66,6 +71,12 @@ class Rule:
     def transposed(self) -> Rule:
         """The rule for a matrix that the files have as [in, out]."""
         return replace(self, is_transposed=True)
+
+
+    @property
+    def optional(self) -> Rule:
+        """The rule for what some models of an architecture have not, as experts in a dense one."""
+        return replace(self, is_optional=True)
 
 
 column, row, vocab, replicate = Rule("column"), Rule("row"), Rule("vocab"), Rule("replicate")
@@ -79,7 +90,7 @@ class FittingRule:
 
     Attributes:
         rule: how it is cut.
-        name: the module's name in a file, less the prefix.
+        name: the module's name in a file, less the prefix; with `#` for the number of each of several tensors.
         packed: our names of the modules that lie in that one tensor, in order; only this one if it is alone.
     """
 
@@ -88,6 +99,8 @@ class FittingRule:
     packed: tuple[str, ...]
 
 
+# What stands in a file's name for the number of a tensor, where ours is several of them stacked.
+NUMBER = "#"
 _TOKEN = re.compile(r"\*|\{[^{}]*\}")
 
 
@@ -95,7 +108,7 @@ def find(table: Table, module: str) -> list[FittingRule]:
     """Return what each rule that fits a module of ours says: one, in a table without mistakes."""
     found = []
     for pattern, rule in table.items():
-        ours = rule.ours or pattern
+        ours = _ours(pattern, rule)
         if (match := re.fullmatch(_expression(ours), module)) is None:
             continue
         captures = list(match.groups())
@@ -123,12 +136,12 @@ def check_table(table: Table, modules: Iterable[str], *, all_used: bool = True) 
     names = list(modules)
     used: set[str] = set()
     for name in names:
-        fitting = [pattern for pattern, rule in table.items() if re.fullmatch(_expression(rule.ours or pattern), name)]
+        fitting = [pattern for pattern, rule in table.items() if re.fullmatch(_expression(_ours(pattern, rule)), name)]
         used.update(fitting)
         if len(fitting) != 1:
             got = f"rules {' and '.join(fitting)}" if fitting else "none"
             raise ValueError(f"a table has one rule for each parameter: {name} has {got}: correct the table")
-    unused = [pattern for pattern in table if pattern not in used]
+    unused = [pattern for pattern, rule in table.items() if pattern not in used and not rule.is_optional]
     if all_used and unused:
         raise ValueError(
             f"every rule of a table is of a parameter: {', '.join(unused)} fits none of {len(names)}: correct the table"
@@ -143,6 +156,11 @@ def is_named(pattern: str, module: str) -> bool:
 def num_packed(pattern: str, rule: Rule) -> int:
     """Return how many parameters of ours lie in one tensor of a file, of the rule with this key."""
     return len(_choices(rule.ours)) if "{" in rule.ours and "{" not in pattern else 1
+
+
+def _ours(pattern: str, rule: Rule) -> str:
+    """Return the pattern of our name."""
+    return rule.ours or pattern.replace(f".{NUMBER}", "")
 
 
 def _expression(pattern: str) -> str:

@@ -42,7 +42,7 @@ def num_shards_of(config: Config) -> int:
     """Return the number of shards of exact mode (V in the module docstring)."""
     model, train = config.model, config.train
     tokens = train.micro_batch_size * train.seq_len
-    return num_shards(model.num_heads, model.num_kv_heads, model.ffn_size, tokens)
+    return num_shards(model.num_heads, model.num_kv_heads, math.gcd(*model.ffn_widths.values()), tokens)
 
 
 def shards_said(config: Config) -> str:
@@ -55,7 +55,7 @@ def shards_said(config: Config) -> str:
         "num_heads": model.num_heads,
         # Shards may share a KV head, so one is no hindrance.
         "num_kv_heads": model.num_kv_heads if model.num_kv_heads > 1 else 0,
-        "ffn_size": model.ffn_size,
+        **model.ffn_widths,
         "the tokens of a micro-batch": train.micro_batch_size * train.seq_len,
     }
     odd = [f"{name} {size}" for name, size in sizes.items() if size % 2]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from tpengine.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from tpengine.config.settings import ModelDetails
 from tpengine.spelling import use
 
 
@@ -75,6 +76,34 @@ def llama_70b() -> Config:
     )
 
 
+def qwen3_30b_a3b() -> Config:
+    """The shape of Qwen3-30B-A3B, 8 of 128 experts per token: 30,532,122,624 parameters in bfloat16, 3.4e9 active."""
+    return Config(
+        model=ModelConfig(
+            architecture="qwen3_moe",
+            hidden_size=2048,
+            num_layers=48,
+            num_heads=32,
+            num_kv_heads=4,
+            ffn_size=6144,
+            vocab_size=151936,
+            rope_theta=1e6,
+            norm_eps=1e-6,
+            details=ModelDetails(
+                head_size=128, num_experts=128, experts_per_token=8, expert_ffn_size=768, normalizes_scores=True
+            ),
+        ),
+        train=TrainConfig(seq_len=4096, micro_batch_size=1, num_micro_batches=16, dtype="bfloat16"),
+        optim=OptimConfig(lr=3e-4),
+    )
+
+
+def tiny_moe() -> Config:
+    """As tiny, with 2 of 8 experts per token that are half as wide as its network: 2,692,480 parameters."""
+    details = ModelDetails(num_experts=8, experts_per_token=2, expert_ffn_size=192, normalizes_scores=True)
+    return Config(model=ModelConfig(architecture="qwen3_moe", details=details))
+
+
 def certify() -> Config:
     """What `tpengine certify` trains: 3,017,472 parameters, with everything that could depend on a layout.
 
@@ -107,6 +136,8 @@ PRESETS: Mapping[str, Callable[[], Config]] = MappingProxyType(
         "llama_1b": llama_1b,
         "llama_8b": llama_8b,
         "llama_70b": llama_70b,
+        "qwen3_30b_a3b": qwen3_30b_a3b,
+        "tiny_moe": tiny_moe,
         "certify": certify,
     }
 )

@@ -152,12 +152,53 @@ def check_details(model: ModelConfig) -> None:
     for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
         if getattr(details, name) <= 0:
             raise ValueError(f"model.details.{name} must be positive: got {getattr(details, name)}: use 1.0 for none")
-    for name in ("windows", "rotates"):
+    _check_experts(model)
+    for name in ("windows", "rotates", "has_experts"):
         if (num := len(getattr(details, name))) not in (0, model.num_layers):
             raise ValueError(
                 f"model.details.{name} must be one of each layer, or none: got {num} with num_layers "
                 f"{model.num_layers}: use [] or {model.num_layers} of them"
             )
+
+
+def _check_experts(model: ModelConfig) -> None:
+    """Raise ValueError for numbers of experts that do not fit each other."""
+    details = model.details
+    num, chosen, groups = details.num_experts, details.experts_per_token, details.expert_groups
+    if not num:
+        return
+    if not 1 <= chosen <= num:
+        raise ValueError(
+            f"a token chooses 1 to num_experts experts: experts_per_token {chosen}, num_experts {num}: use "
+            f"experts_per_token {min(max(chosen, 1), num)}"
+        )
+    if groups < 1 or num % groups:
+        raise ValueError(
+            f"groups of experts must divide them: expert_groups {groups}, num_experts {num}: use "
+            f"{nearest_of('expert_groups', groups, divisors(num))}"
+        )
+    if not 1 <= details.groups_per_token <= groups or details.groups_per_token * (num // groups) < chosen:
+        least = -(-chosen // (num // groups))
+        raise ValueError(
+            f"the groups that a token chooses within must hold its experts: groups_per_token "
+            f"{details.groups_per_token} of {groups} groups of {num // groups} experts, experts_per_token {chosen}: use "
+            f"groups_per_token {least} to {groups}"
+        )
+    if details.expert_ffn_size < 1 or details.router_scale <= 0:
+        raise ValueError(
+            f"experts need a width of at least 1 and a scale above 0: expert_ffn_size {details.expert_ffn_size}, "
+            f"router_scale {details.router_scale}: use those of config.json"
+        )
+    if details.gates_shared_expert and not details.shared_expert_size:
+        raise ValueError(
+            "a gate of shared experts needs some: gates_shared_expert true, shared_expert_size 0: use "
+            "gates_shared_expert false"
+        )
+    if model.mlp_dropout:
+        raise ValueError(
+            f"experts drop nothing inside: model.mlp_dropout {model.mlp_dropout} with num_experts {num}: use "
+            "model.mlp_dropout 0, or model.residual_dropout"
+        )
 
 
 def _check_each(owner: Any, default: Any, prefix: str) -> None:

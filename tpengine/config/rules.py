@@ -325,13 +325,14 @@ def _check_layout(config: Config) -> None:
             f"{nearest_of('tp', tp, divisors(math.gcd(model.num_heads, world_size)))}"
             f"{other if is_open else ''}"
         )
-    if model.ffn_size % tp:
-        other = f", or {nearest_multiples('ffn_size', model.ffn_size, tp)}"
-        raise ValueError(
-            f"ffn_size must be divisible by tp: ffn_size {model.ffn_size}, tp {tp}: use "
-            f"{nearest_of('tp', tp, divisors(math.gcd(model.ffn_size, world_size)))}"
-            f"{other if is_open else ''}"
-        )
+    for name, width in model.ffn_widths.items():
+        if width % tp:
+            other = f", or {nearest_multiples(name, width, tp)}"
+            raise ValueError(
+                f"{name} must be divisible by tp: {name} {width}, tp {tp}: use "
+                f"{nearest_of('tp', tp, divisors(math.gcd(width, world_size)))}"
+                f"{other if is_open and name == 'ffn_size' else ''}"
+            )
     kv = model.num_kv_heads
     if not shares_heads(kv, tp):
         sharing = [of for of in divisors(math.gcd(model.num_heads, world_size)) if shares_heads(kv, of)]
@@ -372,11 +373,11 @@ def _check_residency(parallel: ParallelConfig) -> None:
 
 def _check_exact(config: Config, tp: int, dp: int) -> None:
     model, train = config.model, config.train
-    shards = num_shards_of(config)
+    shards, widths = num_shards_of(config), " and ".join(f"{name} {of}" for name, of in model.ffn_widths.items())
     if shards % tp:
         raise ValueError(
             f"with train.reduction exact tp must divide the number of shards, {shards}, that num_heads "
-            f"{model.num_heads}, num_kv_heads {model.num_kv_heads}, ffn_size {model.ffn_size} and "
+            f"{model.num_heads}, num_kv_heads {model.num_kv_heads}, {widths} and "
             f"{train.micro_batch_size} * {train.seq_len} tokens allow: tp {tp}: use "
             f"{nearest_of('tp', tp, divisors(shards))}, or train.reduction fast"
         )

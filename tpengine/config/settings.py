@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple, cast, get_args
 
 from tpengine.dtypes import Dtype
@@ -88,6 +88,17 @@ class ModelDetails:
         rotates: of each layer, whether queries and keys are rotated by their positions. Empty for all layers true.
         embedding_multiplier, residual_multiplier: of the embedding's rows; of what a block's halves add.
         logits_scaling: logits are divided by it.
+        num_experts: E, of each layer that has experts; 0 for a dense model.
+        experts_per_token: k, how many of them each token chooses.
+        expert_ffn_size: width F of an expert.
+        has_experts: of each layer, whether it has experts, not a feed-forward network. Empty for all layers true.
+        router_scores: what the router makes of its logits: a softmax over all experts, or a sigmoid of each.
+        normalizes_scores: whether a token's k weights are divided by their sum.
+        router_scale: multiplies the weights.
+        expert_groups, groups_per_token: a token chooses within so many of so many groups of experts.
+        shared_expert_size: width of a network that every token passes besides; 0 for none.
+        gates_shared_expert: whether its output is multiplied by a sigmoid of a product of its own.
+        router_bias: whether choices, but not weights, follow scores to which a bias of each expert is added.
     """
 
     head_size: int = 0
@@ -102,6 +113,26 @@ class ModelDetails:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    has_experts: tuple[bool, ...] = ()
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalizes_scores: bool = False
+    router_scale: float = 1.0
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    shared_expert_size: int = 0
+    gates_shared_expert: bool = False
+    router_bias: bool = False
+
+
+# Those of ModelDetails that a dense model has not.
+NUMBERS_OF_EXPERTS = tuple(
+    name
+    for name in (of.name for of in fields(ModelDetails))
+    if "expert" in name or name.startswith("router_") or name in ("normalizes_scores", "groups_per_token")
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +144,7 @@ class ModelConfig:
     a run of ours, RUN or RUN@STEP. Empty begins with drawn weights."""
     architecture: str = "llama"
     """Which kind of transformer: llama, qwen2, qwen3, mistral, gpt2, gemma3, granite, smollm3, phi3, olmo3, ministral3,
-    or a Python file of your own."""
+    qwen3_moe, mixtral, or a Python file of your own."""
 
     hidden_size: int = 128
     """Model width D."""
@@ -152,6 +183,16 @@ class ModelConfig:
     def rotary_size(self) -> int:
         """Elements of a head that are rotated, the first ones."""
         return int(self.head_size * self.details.rope.partial_rotary_factor)
+
+    @property
+    def ffn_widths(self) -> dict[str, int]:
+        """The widths that tp cuts, by the names that messages have: of feed-forward networks, of an expert."""
+        details = self.details
+        if not details.num_experts:
+            return {"ffn_size": self.ffn_size}
+        dense = {} if all(details.has_experts) else {"ffn_size": self.ffn_size}
+        shared = {"shared_expert_size": details.shared_expert_size} if details.shared_expert_size else {}
+        return {**dense, "expert_ffn_size": details.expert_ffn_size, **shared}
 
     def padded_vocab_size(self, tp: int) -> int:
         """Vocabulary rounded up to a multiple of lcm(8, tp)."""

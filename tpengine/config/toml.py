@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tpengine.config.lengths import DECIDING, last_said, open_settings
-from tpengine.config.settings import Config, ModelDetails, ParameterGroup
+from tpengine.config.settings import NUMBERS_OF_EXPERTS, Config, ModelDetails, ParameterGroup
 from tpengine.dtypes import Dtype, dtype_named
 from tpengine.spelling import choose, did_you_mean
 
@@ -58,8 +58,12 @@ def dump_toml(config: Config) -> str:
     groups = values["optim"].pop("groups")
     if groups:
         values["optim"]["groups"] = [{k: v for k, v in group.items() if v is not None} for group in groups]
-    if config.model.details == ModelDetails():
+    details = config.model.details
+    if details == ModelDetails():
         del values["model"]["details"]
+    elif not details.num_experts:
+        for name in NUMBERS_OF_EXPERTS:
+            del values["model"]["details"][name]
     # What is left open is written as it was said, not as numbers that it will decide.
     undecided = set(open_settings(config.train))
     values["train"] = {

@@ -29,6 +29,8 @@ from tpkernels.launch import accumulation_dtype as accumulation_dtype
 from tpkernels.ops.embedding import add_rows_
 from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 
+from tpengine.layers.plain_experts import grouped_wgrad_
+
 
 class WeightTerm(NamedTuple):
     """A weight[out, in] whose output is y = x @ weight.T, or some columns of it.
@@ -188,6 +190,22 @@ class GradientSink:
         self._counted(bucket)
         return None
 
+    def grouped_weight_grad(self, param: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor | None:
+        """Add dw[e, out, in] = dy_e[., out].T @ x_e[., in] of each expert's rows to the gradient of `param`.
+
+        Args:
+            param: w[E, out, in].
+            dy, x: [R, out] and [R, in], sorted by expert.
+            offsets: [E + 1]; rows offsets[e] to offsets[e + 1] are of expert e. An expert without rows adds nothing.
+        """
+        if self._buckets is None:
+            total = torch.zeros(param.shape, dtype=accumulation_dtype(dy.dtype), device=dy.device)
+            return grouped_wgrad_(total, dy, x, offsets)
+        buffer, bucket = self._places[param]
+        grouped_wgrad_(buffer, dy, x, offsets)
+        self._counted(bucket)
+        return None
+
     def _counted(self, bucket: int) -> None:
         """Count a contribution that has been added to a buffer."""
         assert self._buckets is not None, "only buckets count"
@@ -298,6 +316,10 @@ class DeferringSink(GradientSink):
     def add_rows(self, param: Tensor, rows: Tensor, grad: Tensor) -> Tensor | None:
         """See GradientSink."""
         return self._now_or_later(self.inner.add_rows, param, rows, grad)
+
+    def grouped_weight_grad(self, param: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor | None:
+        """See GradientSink."""
+        return self._now_or_later(self.inner.grouped_weight_grad, param, dy, x, offsets)
 
     def _now_or_later(self, contribute: Callable[..., Tensor | None], param: Tensor, *args: Any) -> Tensor | None:
         if not self.halves.is_open:

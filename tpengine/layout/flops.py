@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 
 from tpengine.architectures.part import Part
 from tpengine.architectures.registry import architecture_of
 from tpengine.config import Config, ModelConfig
 from tpengine.layout.groups import first_trained, frozen_of, trains_head
-from tpengine.layout.parameters import layer_specs
+from tpengine.layout.parameters import elements_per_token
 from tpengine.plan import Recompute
 
 
@@ -54,8 +53,8 @@ def _left_out(config: Config, sequences: int, *, causal_half: bool) -> int:
             parts = architecture_of(model).block(model, layer).values()
             flops += 2 * sum(part.flops(model, sequences, seq, causal_half=causal_half) for part in parts)
             continue
-        matrices = [spec for spec in layer_specs(model, 1, layer) if spec.is_matrix and spec.name in frozen]
-        flops += 2 * sequences * seq * sum(math.prod(spec.shape) for spec in matrices)
+        matrices = elements_per_token(model, layer)
+        flops += 2 * sequences * seq * sum(num for name, num in matrices.items() if name in frozen)
     if not trains_head(model, frozen):
         flops += architecture_of(model).ends(model).head_flops(model, sequences * seq)
     return flops

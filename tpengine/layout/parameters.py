@@ -35,7 +35,7 @@ class ParameterSpec:
 
     Attributes:
         name: unique in the model.
-        shape: global shape, vocabulary padded.
+        shape: global shape, vocabulary padded; [E, out, in] of stacked matrices.
         shard_dim: the dim cut over tp; None if every tp rank holds the whole tensor.
         replicas: how many consecutive tp ranks hold the same shard (more than 1 only for k and v with fewer KV
             heads than tp ranks).
@@ -247,15 +247,18 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def num_matmul_parameters(model: ModelConfig) -> int:
-    """Parameters that a token is multiplied with: all matrices but the lookups; a tied head counts."""
+    """Parameters that a token is multiplied with: all matrices but the lookups, of experts k; a tied head counts."""
     head = model.vocab_size * model.hidden_size
-    blocks = sum(
-        math.prod(spec.shape)
-        for layer in range(model.num_layers)
-        for spec in layer_specs(model, 1, layer)
-        if spec.is_matrix
-    )
-    return blocks + head
+    return head + sum(num for layer in range(model.num_layers) for num in elements_per_token(model, layer).values())
+
+
+def elements_per_token(model: ModelConfig, layer: int) -> dict[str, int]:
+    """Return by name of a layer's matrix how many of its elements a token is multiplied with."""
+    return {
+        f"layers.{layer}.{part_name}.{name}": num
+        for part_name, part in architecture_of(model).block(model, layer).items()
+        for name, num in part.elements_per_token(model).items()
+    }
 
 
 @dataclass(frozen=True)

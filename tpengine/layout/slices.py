@@ -12,6 +12,7 @@ Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -143,19 +144,27 @@ class Box:
 
 
 def boxes_of(shape: tuple[int, ...], elements: slice) -> Iterator[Box]:
-    """Cut a run of elements of a tensor of one or two dims into at most three boxes.
+    """Cut a run of elements of a tensor into boxes: of two dims at most three, two more for each further one.
 
-    The end of a row, whole rows, the beginning of a row; what is empty is left out.
+    The end of a row, whole rows, the beginning of a row; what is empty is left out. A row of three dims is a matrix,
+    whose part is cut alike.
     """
     begin, end = elements.start, elements.stop
     if len(shape) == 1:
         yield Box(slice(0, end - begin), (begin,), (end - begin,))
         return
-    width, place = shape[1], begin
+    inner, place = shape[1:], begin
+    width = math.prod(inner)
     while place < end:
         row, column = divmod(place, width)
-        num_rows = (end - place) // width if column == 0 else 0
-        size = (num_rows, width) if num_rows else (1, min(width - column, end - place))
-        numel = size[0] * size[1]
-        yield Box(slice(place - begin, place - begin + numel), (row, column), size)
+        first = place - begin
+        if column == 0 and end - place >= width:
+            num_rows = (end - place) // width
+            numel = num_rows * width
+            yield Box(slice(first, first + numel), (row, *(0 for _ in inner)), (num_rows, *inner))
+        else:
+            numel = min(width - column, end - place)
+            for box in boxes_of(inner, slice(column, column + numel)):
+                within = slice(first + box.within.start, first + box.within.stop)
+                yield Box(within, (row, *box.offset), (1, *box.size))
         place += numel

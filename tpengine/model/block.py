@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import checkpoint
+from tpkernels.again import same_choices
 from tpkernels.launch import accumulation_dtype, by_triton
-from tpkernels.ops.attention.choice import same_choices
 
 from tpengine.architectures import describe
 from tpengine.architectures.description import Order, pre_norm, reordered_norm, sandwich_norm
@@ -262,7 +262,7 @@ def computed_again(forward: Callable[..., Returned], *inputs: Any) -> Returned:
     """Return forward(*inputs), of which only the inputs are kept: backward runs it once more, on every tp rank alike.
 
     Dropout is a function of the micro-batch, not of a generator's state, so there is no state to restore. Attention is
-    computed again by whom it was computed the first time.
+    computed again by whom it was computed the first time, and tokens go to the experts that they went to.
     """
     found: Returned = checkpoint(
         forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=same_choices

@@ -14,6 +14,7 @@ own for the other actions (gradient buckets, clipping, the update).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -72,6 +73,8 @@ class Stage:
         self._chunk, self._batch = chunk, batch
         self._is_first, self._is_last = is_first, is_last
         self._recompute, self._apart = recompute, apart
+        # What was decided in the first forward, for the second.
+        self._again: dict[int, AbstractContextManager[None]] = {}
         self._inputs: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
         # Where backward enters the graph; None if nothing in the chunk needs a gradient, or with recompute.
@@ -103,7 +106,8 @@ class Stage:
         """Run F; keep the graph for backward, or with `recompute` only the input."""
         self._batch.begin(microbatch)
         if self._recompute:
-            with torch.no_grad():
+            first, self._again[microbatch] = same_choices()
+            with first, torch.no_grad():
                 self._run(microbatch)
             self._ends[microbatch] = None
         else:
@@ -115,7 +119,8 @@ class Stage:
         # Where backward enters, and the gradient it starts from; with recompute, forward runs again first.
         end, dy = self._ends.pop(microbatch), self._output_grads.pop(microbatch, None)
         if self._recompute:
-            end = self._end_of(self._run(microbatch))
+            with self._again.pop(microbatch):
+                end = self._end_of(self._run(microbatch))
         self._outputs.pop(microbatch, None)
         if isinstance(end, GradientEdge):
             torch.autograd.backward([end], [dy])

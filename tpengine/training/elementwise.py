@@ -29,7 +29,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from tpkernels.random import counters_at_a_time, random_words
+from tpkernels.random import counters_at_a_time, global_indices, random_words
 
 from tpengine.config import OptimConfig
 from tpengine.layout.parameters import Piece
@@ -112,10 +112,7 @@ class Place:
         """Return the global index, row by row, of elements [start, stop) of the slice: int64 [stop - start]."""
         place = torch.arange(self.first + start, self.first + stop, device=device)
         offset, size = self.piece.block
-        if len(size) == 1:
-            return place + offset[0]
-        row, column = place.div(size[1], rounding_mode="floor"), place % size[1]
-        return (row + offset[0]) * self.piece.spec.shape[1] + column + offset[1]
+        return global_indices(place, self.piece.spec.shape, offset, size)
 
 
 def round_at_random(x: Tensor, bits: Tensor) -> Tensor:

@@ -277,7 +277,7 @@ def _axes(question: Question) -> Iterator[tuple[int, int, int]]:
     model, num = question.base.model, question.num_ranks
     for tp in question.choices("tp", divisors(num)):
         kv = model.num_kv_heads
-        if num % tp or model.num_heads % tp or model.ffn_size % tp or (kv % tp and tp % kv):
+        if num % tp or model.num_heads % tp or any(of % tp for of in model.ffn_widths.values()) or (kv % tp and tp % kv):
             continue
         for pp in question.choices("pp", divisors(num // tp)):
             if pp > model.num_layers or num // tp % pp:

@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -32,6 +30,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from tpkernels.again import once
 from tpkernels.launch import Target, constant_while_traced, target_of
 from tpkernels.ops.matmul.tuned import OURS, path_for, tuned_attention
 
@@ -107,78 +106,16 @@ def choose(problem: Problem, whose: Whose = "auto") -> Choice:
 
 
 def chosen_backend(problem: Problem, whose: Whose = "auto") -> str | None:
-    """Return the backend of `choose`; within `same_choices` that of the first time. Raises: as choose."""
+    """Return the backend of `choose`; where it is computed again (tpkernels.again) that of the first time. Raises: as choose."""
     if torch.compiler.is_compiling():
         return _backend(whose, torch.are_deterministic_algorithms_enabled(), *problem)
-    again: list[_Repeating] = _of_this_thread("again")
-    backend = again[-1].next() if again else choose(problem, whose).backend
-    for kept in _of_this_thread("kept"):
-        kept.append(backend)
-    return backend
+    return once(lambda: choose(problem, whose).backend)
 
 
 def forget() -> None:
     """Ask torch and look at the GPU again when it is next needed."""
     for known in (_choose, gpu_of, _torch_agrees):
         known.cache_clear()
-
-
-def same_choices() -> tuple[_Recording, _Repeating]:
-    """Return contexts for a computation and for its being computed again, by what it chose the first time.
-
-    Attention that is computed again for its backward (torch.utils.checkpoint's context_fn) must be what it was, whether
-    or not torch has been made deterministic meanwhile: else what backward has been promised would not be there.
-    """
-    backends: list[str | None] = []
-    return _Recording(backends), _Repeating(backends)
-
-
-_threads = threading.local()
-
-
-def _of_this_thread(name: str) -> list:
-    found: list | None = getattr(_threads, name, None)
-    if found is None:
-        found = []
-        setattr(_threads, name, found)
-    return found
-
-
-class _Recording:
-    """Keeps what is chosen inside of it."""
-
-    def __init__(self, backends: list[str | None]) -> None:
-        self._backends = backends
-
-    def __enter__(self) -> None:
-        _of_this_thread("kept").append(self._backends)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _of_this_thread("kept").pop()
-
-
-class _Repeating:
-    """Has what was kept chosen again, in the same order; entered once more it begins anew."""
-
-    def __init__(self, backends: list[str | None]) -> None:
-        self._backends, self._place = backends, 0
-
-    def __enter__(self) -> None:
-        self._place = 0
-        _of_this_thread("again").append(self)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _of_this_thread("again").pop()
-
-    def next(self) -> str | None:
-        """Return the next choice."""
-        assert self._place < len(self._backends), "what is computed again calls attention more often than before"
-        self._place += 1
-        return self._backends[self._place - 1]
 
 
 @constant_while_traced

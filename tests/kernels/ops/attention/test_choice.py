@@ -17,7 +17,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from tpkernels.launch import Target
 from tpkernels.ops.attention import choice
-from tpkernels.ops.attention.choice import Gpu, Problem, choose, chosen_backend, same_choices
+from tpkernels.again import same_choices
+from tpkernels.ops.attention.choice import Gpu, Problem, choose, chosen_backend
 from tpkernels.ops.matmul import tuned
 from tpkernels.ops.matmul.host import has_onednn
 from tpkernels.ops.matmul.tuned import TunedAttention, TunedFile, written

@@ -1,0 +1,285 @@
+"""A mixture of experts whose widths are cut over tp: each expert's network as a feed-forward network's.
+
+    X[T, D] = all_gather_tp(x[T/tp, D])                        one gather for router, experts and shared expert
+    experts, weights[T, k], order, offsets = route(X)          routing.py; the same on every rank
+    Xs[R, D] = rows of X, sorted by expert, R = T k            tpkernels.ops.experts.rows
+    Hs[R, F/tp] = silu(Xs @ w_gate[e].T) * (Xs @ w_up[e].T)    tpkernels.ops.experts.grouped: each expert its rows
+    Ys[R, D] = Hs @ w_down[e].T                                a part of the sum over tp
+    Y[t] = sum over j of weights[t, j] Ys[row of (t, j)]       k terms in the order of the choice
+    y[T/tp, D] = reduce_scatter_tp(Y)
+
+No token is dropped, and none is padded: an expert multiplies the rows that it gets. The exchanges are those of a dense
+network, before and behind all experts. So exact mode is this layer over a ShardCommunicator, as any other's.
+
+The decision a reader will question: all tp ranks route all T tokens, D E multiplications beside 3 k D F / tp, instead
+of telling each other. What their backward has is a part of each gradient: see routing.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from tpkernels.autocast import lowered
+from tpkernels.derivatives import is_recorded, refuse_second_order
+from tpkernels.exchange.communicator import Communicator
+
+from tpengine.layers.collectives import ShardCommunicator, WholeRows, gather, reduce_scatter
+from tpengine.layers.gradient_sink import GradientSink, check_reaches
+from tpengine.layers.mlp import FeedForward
+from tpengine.layers.placement import Placement, check_divides, cut
+from tpengine.layers.plain_experts import (
+    combine_rows,
+    grouped_matmul,
+    grouped_swiglu,
+    swiglu_backward,
+    take_rows,
+)
+from tpengine.layers.routing import Router, Selection, TokenScores
+
+
+class ExpertWeight(nn.Module):
+    """One projection of all experts: w[E, out, in], one dim of each expert's matrix cut over tp.
+
+    Args:
+        num_experts, out_features, in_features: E and the global sizes of an expert's matrix.
+        dim: the dim of w that is cut: 1 for an output-parallel product, 2 for an input-parallel one.
+        comm, sink, dtype, device: as ColumnParallelLinear.
+
+    Raises:
+        ValueError: the dim is not divisible by the number of shards.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        out_features: int,
+        in_features: int,
+        dim: int,
+        comm: Communicator,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        shape = [num_experts, out_features, in_features]
+        shape[dim] = check_divides("an expert's width", shape[dim], comm.size)
+        self.comm, self.dim = comm, dim
+        self.weight = Parameter(torch.empty(shape, dtype=dtype, device=device))
+        nn.init.normal_(self.weight, std=in_features**-0.5)
+
+    def tp_placements(self) -> Mapping[str, Placement]:
+        """See SaysPlacements: each expert's matrix is cut."""
+        return {"weight": cut(self.comm, self.dim)}
+
+
+class ExpertNetworks(nn.Module):
+    """The networks of E experts with a gate, each multiplying the rows that are its own.
+
+        Hs[R, F/tp] = silu(Xs @ w_gate[e].T) * (Xs @ w_up[e].T);  Ys[R, D] = Hs @ w_down[e].T, partial(tp)
+
+    Args:
+        hidden_size, ffn_size, num_experts: D, F of one expert, and E, global; F divisible by tp.
+        comm, sink, dtype, device: as ColumnParallelLinear.
+
+    Shape: Xs [R, D] sorted by expert, offsets [E + 1]; Ys [R, D].
+
+    Cost: 6*R*D*F/tp flops; keeps Xs and 3*R*F/tp elements for backward.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        num_experts: int,
+        comm: Communicator,
+        *,
+        sink: GradientSink | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.sink: GradientSink = sink or GradientSink()
+        self.gate_proj = ExpertWeight(num_experts, ffn_size, hidden_size, 1, comm, **options)
+        self.up_proj = ExpertWeight(num_experts, ffn_size, hidden_size, 1, comm, **options)
+        self.down_proj = ExpertWeight(num_experts, hidden_size, ffn_size, 2, comm, **options)
+
+    def forward(self, xs: Tensor, offsets: Tensor) -> Tensor:
+        """Xs[R, D] -> Ys[R, D]."""
+        # A weight may be computed: read it once. It gets the gradient, also where autocast multiplies a copy.
+        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        xs, *operands = lowered(xs, *weights)
+        for weight in weights:
+            check_reaches(self.sink, weight, "an expert's weight")
+        if is_recorded():
+            ys: Tensor = _Experts.apply(xs, offsets, [of.detach() for of in operands], self.sink, *weights)
+            return ys
+        gate, up, down = operands
+        return grouped_matmul(grouped_swiglu(xs, gate, up, offsets)[0], down, offsets)
+
+
+class _Experts(torch.autograd.Function):
+    """Local shapes: Xs[R, D]; w_gate, w_up[E, F/tp, D], w_down[E, D, F/tp]; H, G, U[R, F/tp]; Ys[R, D] partial(tp).
+
+    forward:  G = Xs @ w_gate[e].T, U = Xs @ w_up[e].T, H = silu(G) * U;  Ys = H @ w_down[e].T
+    dgrad:    dH = dYs @ w_down[e], (dG, dU) of dH;  dXs = dG @ w_gate[e] + dU @ w_up[e]
+    wgrad:    dw_down[e] = dYs_e.T @ H_e, dw_gate[e] = dG_e.T @ Xs_e, dw_up[e] = dU_e.T @ Xs_e, into the sink
+
+    H is kept, not made of G and U again, as a feed-forward network keeps it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, xs: Tensor, offsets: Tensor, operands: Sequence[Tensor], sink: GradientSink, *weights: Tensor
+    ) -> Tensor:
+        gate, up, down = operands
+        h, g, u = grouped_swiglu(xs, gate, up, offsets)
+        # What is multiplied: the weights themselves, of which autograd notices a write, or autocast's copies.
+        kept = [w if w.dtype == of.dtype else of for w, of in zip(weights, operands, strict=True)]
+        ctx.save_for_backward(xs, offsets, h, g, u, *kept)
+        ctx.sink, ctx.weights = sink, weights
+        return grouped_matmul(h, down, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, dys: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order("a mixture of experts")
+        xs, offsets, h, g, u, gate, up, down = ctx.saved_tensors
+        needs_input, (trains_gate, trains_up, trains_down) = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        sink, (w_gate, w_up, w_down) = ctx.sink, ctx.weights
+        dys = dys.contiguous()
+        # Down.
+        dw_down = sink.grouped_weight_grad(w_down, dys, h, offsets) if trains_down else None
+        if not (needs_input or trains_gate or trains_up):
+            return None, None, None, None, None, None, dw_down
+        dg, du = swiglu_backward(grouped_matmul(dys, down, offsets, transposed=True), g, u)
+        # Gate and up.
+        dxs = None
+        if needs_input:
+            dxs = grouped_matmul(dg, gate, offsets, transposed=True)
+            dxs += grouped_matmul(du, up, offsets, transposed=True)
+        dw_gate = sink.grouped_weight_grad(w_gate, dg, xs, offsets) if trains_gate else None
+        dw_up = sink.grouped_weight_grad(w_up, du, xs, offsets) if trains_up else None
+        return dxs, None, None, None, dw_gate, dw_up, dw_down
+
+
+class _WithoutExchange(ShardCommunicator):
+    """The communicator of a network beside the experts, whose rows are gathered and whose sum is taken with theirs."""
+
+    @property
+    def row_part(self) -> int:
+        """The whole."""
+        return 0
+
+    @property
+    def num_row_parts(self) -> int:
+        """One: the whole."""
+        return 1
+
+
+class MixtureOfExperts(nn.Module):
+    """Send every token to k of E feed-forward networks, and add up what they make of it.
+
+        experts, weights[T, k] = route(X), X = all_gather_tp(x[T/tp, D])
+        y[T/tp, D] = reduce_scatter_tp(sum over j of weights[t, j] expert(experts[t, j])(X_t) + shared(X_t))
+        shared(X_t) = sigmoid(X_t @ w_s.T) network(X_t), or without the factor, or none
+
+    Args:
+        hidden_size, ffn_size, num_experts: D, F of one expert, and E, global; F divisible by tp.
+        selection: how many experts a token gets, and how they are chosen.
+        comm, sink, dtype, device: as ColumnParallelLinear.
+        shared_size: width of the network that every token goes through; 0 for none.
+        shared_gated: whether its output is multiplied by a score of the token.
+        gathers_again: of the shared network, as ColumnParallelLinear.
+
+    Shape: x [T/tp, D], y [T/tp, D].
+
+    Raises:
+        ValueError: a width is not divisible by tp; k is more than E, or groups do not divide E.
+
+    Cost: 6*T*k*F/tp*D flops and 2*T*E*D for the router; (tp-1)/tp*T*D elements received and as many sent; keeps
+        T*D for the router, 2*T*k*D and 3*T*k*F/tp for the experts.
+    Numerics: router, weights and the sum of a token's k terms in promote_types(dtype, float32). Deterministic; which
+        experts a token goes to does not depend on the layout, as far as X does not.
+    Source: Shazeer et al., "Outrageously large neural networks", arXiv 1701.06538; without capacity, as in Gale et al.,
+        "MegaBlocks", arXiv 2211.15841. Shared experts: Dai et al., "DeepSeekMoE", arXiv 2401.06066.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        num_experts: int,
+        selection: Selection,
+        comm: Communicator,
+        *,
+        shared_size: int = 0,
+        shared_gated: bool = False,
+        sink: GradientSink | None = None,
+        gathers_again: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = dict(sink=sink, dtype=dtype, device=device)
+        self.comm = comm
+        self.gate = Router(hidden_size, num_experts, comm, selection, **options)
+        self.experts = ExpertNetworks(hidden_size, ffn_size, num_experts, comm, **options)
+        self.shared_expert: FeedForward | None = None
+        self.shared_expert_gate: TokenScores | None = None
+        if shared_size:
+            inside = _inside(comm)
+            self.shared_expert = FeedForward(
+                hidden_size, shared_size, inside, gathers_again=gathers_again, **options
+            )
+            if shared_gated:
+                self.shared_expert_gate = TokenScores(hidden_size, 1, comm, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[T/tp, D] -> y[T/tp, D]."""
+        (x,) = lowered(x)
+        # One gather for all.
+        x = self._gathered(x)
+        # Each token to its experts, and back.
+        routed = self.gate.routed(x)
+        rows = take_rows(x, routed.order, routed.weights.shape[1])
+        y = combine_rows(self.experts(rows, routed.offsets), routed.order, routed.weights)
+        if self.shared_expert is not None:
+            y = y + self._shared(x)
+        # One sum for all.
+        return self._summed(y)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """Return what every token gets, y[T, D], partial(tp)."""
+        assert self.shared_expert is not None
+        y: Tensor = self.shared_expert(x)
+        return y if self.shared_expert_gate is None else (self.shared_expert_gate(x).sigmoid() * y).to(y.dtype)
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        return x if isinstance(self.comm, ShardCommunicator | WholeRows) else gather(x, self.comm)
+
+    def _summed(self, y: Tensor) -> Tensor:
+        if isinstance(self.comm, ShardCommunicator):
+            return y
+        return self.comm.reduce_scatter(y) if isinstance(self.comm, WholeRows) else reduce_scatter(y, self.comm)
+
+    def prepare(self, num_tokens: int) -> None:
+        """Prepare the shared network's weights: see ColumnParallelLinear.prepare. Experts' are read as they lie.
+
+        How many rows an expert gets is not known before, and a copy of all experts is most of a model.
+        """
+        if self.shared_expert is not None:
+            self.shared_expert.prepare(num_tokens)
+
+    def release(self) -> None:
+        """Release all prepared weights: see ColumnParallelLinear.release."""
+        if self.shared_expert is not None:
+            self.shared_expert.release()
+
+
+def _inside(comm: Communicator) -> Communicator:
+    """Return the communicator of what is computed between the layer's gather and its sum."""
+    if comm.size == 1 or isinstance(comm, ShardCommunicator):
+        return comm
+    return _WithoutExchange(comm.rank, comm.size, comm.over if isinstance(comm, WholeRows) else comm)
