@@ -259,7 +259,7 @@ def _details(options: Options) -> ModelDetails:
         num_experts=options.experts,
         experts_per_token=options.top_k,
         expert_ffn_size=options.ffn,
-        normalize_scores=True,
+        normalizes_scores=True,
     )
 
 
