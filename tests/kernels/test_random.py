@@ -32,6 +32,7 @@ def test_philox_known_answers(counter: tuple[int, ...], key: tuple[int, int], an
 @given(st.data())
 def test_a_block_is_cut_from_the_global_tensor(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.integers(1, 70)) for _ in range(data.draw(st.integers(1, 2))))
+    shape += tuple(data.draw(st.sets(st.integers(1, 7), max_size=1))) if len(shape) == 2 else ()
     offset = tuple(data.draw(st.integers(0, n)) for n in shape)
     size = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True))
     whole = normal_block(3, "w", shape, (0,) * len(shape), shape, std=0.02)
@@ -79,7 +80,7 @@ def test_uniform_is_open_and_flat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "offset", "size"), [((4,), (3,), (2,)), ((4, 4), (0, -1), (1, 1)), ((2, 2, 2), (0,) * 3, (1,) * 3)]
+    ("shape", "offset", "size"), [((4,), (3,), (2,)), ((4, 4), (0, -1), (1, 1)), ((2,) * 4, (0,) * 4, (1,) * 4)]
 )
 def test_a_block_outside_its_tensor_is_refused(
     shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]

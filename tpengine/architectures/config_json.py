@@ -44,6 +44,8 @@ _PART, _MSCALES = "partial_rotary_factor", ("mscale", "mscale_all_dim")
 _NEUTRAL: Mapping[str, Any] = {_PART: 1.0, **dict.fromkeys(_MSCALES)}
 _REQUIRED = object()
 _MOST = 2**53
+# Characters of how weights are quantized that a message shows.
+_MOST_SHOWN = 80
 
 
 def read_rope(
@@ -398,6 +400,14 @@ class ConfigJson:
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise ValueError(f"{self.path}: {name} must be {what}: got {_shown(value)}: correct it")
         return value
+
+
+def quantization_of(values: Mapping[str, Any]) -> str | None:
+    """Return how the weights of a config.json are quantized, in a few words, the method's name first; None if not."""
+    method = values.get("quantization_config")
+    if isinstance(method, dict) and "quant_method" in method:
+        method = {"quant_method": method["quant_method"], **method}
+    return None if method is None else str(method)[:_MOST_SHOWN]
 
 
 def _shown(value: object) -> str:

@@ -14,6 +14,8 @@ from tpengine.config import ModelConfig
 
 # Bytes of the number of an expert, or of a row.
 _INDEX_BYTES = 4
+# Of each expert: added to the scores by which is chosen.
+ROUTER_BIAS = "gate.e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Experts(Part):
         d, e, f, s = model.hidden_size, self.num_experts, self.ffn_size, self.shared_size
         shapes: dict[str, tuple[int, ...]] = {"gate.weight": (e, d)}
         if self.has_bias:
-            shapes["gate.e_score_correction_bias"] = (e,)
+            shapes[ROUTER_BIAS] = (e,)
         shapes |= {f"experts.{name}_proj.weight": (e, f, d) for name in ("gate", "up")}
         shapes["experts.down_proj.weight"] = (e, d, f)
         if s:
@@ -87,6 +89,10 @@ class Experts(Part):
         if s and self.shared_gated:
             shapes["shared_expert_gate.weight"] = (1, d)
         return shapes
+
+    def has_gradient(self, name: str) -> bool:
+        """Choices have none, and so neither has the bias that they follow."""
+        return name != ROUTER_BIAS
 
     def behind(self) -> Mapping[str, str]:
         """Gate and up of the shared experts are one matrix."""

@@ -404,6 +404,10 @@ class Part:
         """
         return None
 
+    def has_gradient(self, name: str) -> bool:
+        """Return whether a parameter has a gradient: one without is moved by something else, if at all."""
+        return True
+
     def first_value(self, name: str) -> float:
         """Return what all elements of a vector begin with."""
         return 0.0

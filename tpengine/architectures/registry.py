@@ -23,6 +23,7 @@ from tpengine.architectures import (
     qwen3_moe,
     smollm3,
 )
+from tpengine.architectures.config_json import quantization_of
 from tpengine.architectures.describe import Architecture, ConfigJson
 from tpengine.architectures.description import Half, halves_of, reordered_norm
 from tpengine.architectures.table import FittingRule, check_table, find
@@ -108,9 +109,9 @@ def model_of(config: ConfigJson, architecture: str | None = None) -> ModelConfig
                 "one of your own (--model.architecture FILE.py)"
             )
         architecture = names[config.architecture]
-    if (method := config.values.get("quantization_config")) is not None:
+    if (method := quantization_of(config.values)) is not None:
         raise ValueError(
-            f"weights must not be quantized: {config.path} has quantization_config {method!r}: dequantize them first, "
+            f"weights must not be quantized: {config.path} has quantization_config {method}: dequantize them first, "
             "with transformers' model.dequantize()"
         )
     model = replace(_named(architecture).numbers(config), architecture=architecture)

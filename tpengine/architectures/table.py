@@ -2,8 +2,8 @@
 
 A rule's key is the name of a module in the files of the architecture, less their common prefix, as a pattern: `*`
 stands for one part of a name (or a piece of one), `{q,k,v}` for either of them. Our name is the same, unless the rule
-has `of(...)`. In that name braces mean parameters that lie in one tensor of the file, one behind the other. `#` in a key
-stands for a number: the files have a tensor for each index of the first dim of ours, which has the name without it.
+has `of(...)`. In that name braces mean parameters that lie in one tensor of the file, one behind the other. `#` in a
+key stands for a number: the files have a tensor for each index of the first dim of ours, whose name lacks it.
 
     column       an output-parallel matrix [out, in]: rows cut over tp; its bias too
     row          an input-parallel matrix [out, in]: columns cut; its bias is whole on every rank
@@ -72,7 +72,6 @@ class Rule:
         """The rule for a matrix that the files have as [in, out]."""
         return replace(self, is_transposed=True)
 
-
     @property
     def optional(self) -> Rule:
         """The rule for what some models of an architecture have not, as experts in a dense one."""
@@ -97,6 +96,11 @@ class FittingRule:
     rule: Rule
     name: str
     packed: tuple[str, ...]
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the files have its parameter as several tensors."""
+        return NUMBER in self.name
 
 
 # What stands in a file's name for the number of a tensor, where ours is several of them stacked.

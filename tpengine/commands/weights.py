@@ -17,6 +17,7 @@ would make the directory three times as large.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -66,7 +67,7 @@ from tpengine.layout.parameters import EMBEDDING, HEAD, hf_name
 from tpengine.layout.stored import Stored
 from tpengine.runs.restoring import checkpoint_of
 from tpengine.terminal import escaped, raw
-from tpengine.torch_dtypes import TORCH_DTYPES
+from tpengine.torch_dtypes import FILE_NAME_OF, TORCH_DTYPES
 from tpengine.training.checkpoint_blocks import MASTER
 
 # Between two lines: on a terminal, where they replace each other, and elsewhere.
@@ -332,9 +333,14 @@ def import_weights(config: Config, out: Path) -> list[str]:
 
 def _of_files(model: ModelConfig, directory: ModelDirectory, reader: BoxReader) -> Iterator[_Weight]:
     for name, (spec, stored) in stored_of(model).items():
-        dtype = directory.tensors[stored.name].dtype
+        dtype = _widest({directory.tensors[part.name].dtype for part in stored.apart()})
         read = partial(_read_file, reader, stored, dtype)
         yield _Weight(hf_name(name), spec.stored_shape, dtype, read)
+
+
+def _widest(names: set[str]) -> str:
+    """Return the dtype that holds the values of all; those of one parameter are one, but for stacked ones."""
+    return FILE_NAME_OF[functools.reduce(torch.promote_types, (TORCH_DTYPES[name] for name in names))]
 
 
 def _read_file(reader: BoxReader, stored: Stored, dtype: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:

@@ -74,6 +74,7 @@ RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType
         "train.nonfinite_steps": (1, 2**20),
         "train.label_smoothing": (0, 1),
         "train.z_loss": (0, None),
+        "train.balance_rate": (_POSITIVE, None),
         "train.check_replicas_every": (0, 2**40),
         "train.timeout_seconds": (0, None),
         "data.held_out_fraction": (0, 0.9),
@@ -181,8 +182,8 @@ def _check_experts(model: ModelConfig) -> None:
         least = -(-chosen // (num // groups))
         raise ValueError(
             f"the groups that a token chooses within must hold its experts: groups_per_token "
-            f"{details.groups_per_token} of {groups} groups of {num // groups} experts, experts_per_token {chosen}: use "
-            f"groups_per_token {least} to {groups}"
+            f"{details.groups_per_token} of {groups} groups of {num // groups} experts, experts_per_token {chosen}: "
+            f"use groups_per_token {least} to {groups}"
         )
     if details.expert_ffn_size < 1 or details.router_scale <= 0:
         raise ValueError(
@@ -268,6 +269,7 @@ def check_ranges(config: Config) -> None:
         (config.train, "train.", "dtype"),
         (config.train, "train.", "reduction"),
         (config.train, "train.", "attention"),
+        (config.train, "train.", "balance"),
         (config.optim, "optim.", "moments"),
         (config.optim, "optim.", "schedule"),
         (config, "", "device"),

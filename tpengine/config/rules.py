@@ -105,11 +105,29 @@ def validate(config: Config, world_size: int) -> Config:
     profiled_steps(config)
     check_model(config.model)
     _check_attention(config)
+    config = _with_router_bias(config)
     config = with_batch(replace(config, parallel=resolve_layout(config.parallel, world_size)))
     _check_learning_rate(config)
     _check_layout(config)
     _check_schedule(config)
     return config
+
+
+def _with_router_bias(config: Config) -> Config:
+    """Return a configuration whose routers have the bias that train.balance moves.
+
+    Raises:
+        ValueError: a model without experts.
+    """
+    balance, details = config.train.balance, config.model.details
+    if balance != "none" and not details.num_experts:
+        raise ValueError(
+            f"train.balance is of a model with experts: got {balance}, model.details.num_experts 0: use none, or a "
+            "model with experts, as --preset tiny_moe"
+        )
+    if balance != "bias" or details.router_bias:
+        return config
+    return replace(config, model=replace(config.model, details=replace(details, router_bias=True)))
 
 
 def schedule_of(config: Config) -> Schedule:

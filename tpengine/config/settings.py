@@ -281,6 +281,12 @@ class TrainConfig:
     z_loss: float = 0.0
     """Weight of the square of each valid token's log-sum-exp of the logits, added to the next-token loss: it keeps
     logits near 0 (1e-4, say). The held-out loss has it too."""
+    balance: Literal["none", "loss", "bias"] = "none"
+    """What keeps experts evenly used: nothing; an auxiliary loss of each layer and micro-batch (loss), added to the
+    training loss; or a bias of each expert that choices follow and weights do not (bias), moved once a step by counts
+    of all its tokens, with no gradient."""
+    balance_rate: float = 0.001
+    """With balance loss, what the auxiliary loss is multiplied by; with bias, how far a step moves it."""
     eval_micro_batches: int = 16
     """Micro-batches of the held-out loss, over all replicas; 0 for no held-out loss."""
     eval_samples: int = 0

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tpengine.architectures.config_json import quantization_of
 from tpengine.dtypes import FILE_NAMES
 from tpengine.layout.stored import Stored
 from tpengine.tensor_file import FileTensor, read_header
@@ -152,10 +153,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
             "save_pretrained wrote"
         )
     config = _read_object(path)
-    method = config.get("quantization_config")
-    if method is not None:
+    if (method := quantization_of(config)) is not None:
         raise ValueError(
-            f"weights must not be quantized: {path} has quantization_config {str(method)[:80]}: dequantize them first, "
+            f"weights must not be quantized: {path} has quantization_config {method}: dequantize them first, "
             "with transformers' model.dequantize()"
         )
     for key in ("dtype", "torch_dtype"):

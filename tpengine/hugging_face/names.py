@@ -22,9 +22,9 @@ def stored_of(model: ModelConfig) -> dict[str, tuple[ParameterSpec, Stored]]:
 
 
 def wanted(model: ModelConfig) -> Iterator[Stored]:
-    """Yield where each parameter lies: what a directory must hold."""
+    """Yield where each parameter lies, tensor by tensor: what a directory must hold."""
     for _, stored in stored_of(model).values():
-        yield stored
+        yield from stored.apart()
 
 
 def ignorable(model: ModelConfig) -> tuple[str, ...]:
@@ -62,12 +62,15 @@ def with_prefix(directory: ModelDirectory, model: ModelConfig) -> ModelDirectory
 def _stored(model: ModelConfig, specs: dict[str, ParameterSpec], spec: ParameterSpec) -> Stored:
     module, _, kind = spec.name.rpartition(".")
     found = rule_of(model, module)
+    if found.is_stacked:
+        num, *shape = spec.shape
+        return Stored(name_of(model, spec.name), tuple(shape), num_stacked=num)
     num_rows = {part: specs[f"{part}.{kind}"].shape[0] for part in found.packed}
     if spec.valid_rows is not None:
         # A file has no padding.
         num_rows[module] = spec.valid_rows
     first = sum(num for part, num in num_rows.items() if found.packed.index(part) < found.packed.index(module))
-    shape: tuple[int, ...] = (sum(num_rows.values()), *spec.shape[1:])
-    transposed = found.rule.is_transposed and len(shape) > 1
+    of_file: tuple[int, ...] = (sum(num_rows.values()), *spec.shape[1:])
+    transposed = found.rule.is_transposed and len(of_file) > 1
     rows = (first, first + num_rows[module]) if len(found.packed) > 1 or spec.valid_rows is not None else None
-    return Stored(name_of(model, spec.name), shape[::-1] if transposed else shape, transposed, rows)
+    return Stored(name_of(model, spec.name), of_file[::-1] if transposed else of_file, transposed, rows)

@@ -3,8 +3,8 @@
 Where file and parameter have one dtype and order, a box is read straight into the parameter. Else it is read a region
 at a time, at most 4 MiB, into a buffer that is used again, and copied from there; the copy converts the dtype. A box of
 whole rows is one read per region; a box of some columns is one read per row of the file, since what lies between is
-another rank's. Several boxes are read by several threads: what takes the time is the system's, page by page of new
-memory, and torch's copies, which hold no lock of Python's.
+another rank's. A box of stacked matrices is a box of each. Several boxes are read by several threads: what takes the
+time is the system's, page by page of new memory, and torch's copies, which hold no lock of Python's.
 
 The decision a reader will question: the reader of checkpoints (`checkpoint/load.py`) is not used. It maps files, and
 makes a tensor of each piece before it copies: both would exceed the memory that an import may take. Nor does it know
@@ -97,6 +97,10 @@ class BoxReader:
         Cost: the box is read once; 4 MiB of memory, and as much again on the way to another device.
         """
         target = target.detach()
+        if stored.num_stacked:
+            for number, part in enumerate(stored.apart(offset[0], len(target))):
+                self.fill(part, offset[1:], target[number])
+            return
         box = stored.file_box(offset, tuple(target.shape))
         tensor = self._tensors[stored.name]
         num_rows = box.num_columns if stored.transposed else box.num_rows

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,7 +42,8 @@ class TensorToWrite:
         name: in the file; unique.
         dtype: by the format's name: F64, F32, F16 or BF16.
         shape: in the file.
-        blocks: makes its rows, in order, as tensors of whole rows; called once. Blocks are converted to the dtype.
+        blocks: makes its rows, in order, as tensors of whole rows, or of three dims of parts of one row; called once.
+            Blocks are converted to the dtype.
     """
 
     name: str
@@ -130,8 +132,9 @@ def _bytes_of(tensor: TensorToWrite) -> Iterator[memoryview]:
     """Yield a tensor's blocks in its dtype, and see to it that they are all of it."""
     dtype, num_bytes = TORCH_DTYPES[tensor.dtype], 0
     for block in tensor.blocks():
-        inner = tuple(block.shape[1:])
-        assert inner == tensor.shape[1:], f"{tensor.name} {tensor.shape}: a block has rows of {inner}"
+        inner, whole = tuple(block.shape[1:]), tensor.shape[1:]
+        is_part = len(block) == 1 and inner[1:] == whole[1:]
+        assert inner == whole or is_part, f"{tensor.name} {tensor.shape}: a block has rows of {inner}"
         values = memory_of(block.detach().to("cpu", dtype).contiguous())
         num_bytes += len(values)
         yield values
@@ -141,7 +144,7 @@ def _bytes_of(tensor: TensorToWrite) -> Iterator[memoryview]:
 def tensors_to_write(
     parts: Iterable[tuple[Stored, ReadParameter]], dtypes: Mapping[str, str] | str
 ) -> list[TensorToWrite]:
-    """Return the files' tensors that hold these parameters: packed, transposed, without padding rows.
+    """Return the files' tensors that hold these parameters: packed, transposed, apart, without padding rows.
 
     Args:
         parts: as what each parameter is stored, and how it is read; two parameters may be the same one, under two
@@ -153,7 +156,9 @@ def tensors_to_write(
     """
     by_name: dict[str, list[tuple[Stored, ReadParameter]]] = {}
     for stored, read_parameter in parts:
-        by_name.setdefault(stored.name, []).append((stored, read_parameter))
+        for number, of in enumerate(stored.apart()):
+            read = partial(_read_one, read_parameter, number) if stored.num_stacked else read_parameter
+            by_name.setdefault(of.name, []).append((of, read))
     tensors = []
     for name, held in by_name.items():
         held.sort(key=lambda part: part[0].row_range)
@@ -176,6 +181,11 @@ def tensors_to_write(
     return tensors
 
 
+def _read_one(read_parameter: ReadParameter, number: int, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    """Return a box of one of the matrices that a parameter stacks."""
+    return read_parameter((number, *offset), (1, *size))[0]
+
+
 @dataclass(frozen=True)
 class _BlocksOf:
     """Makes the blocks of a file's tensor out of boxes of the parameters that it holds, in the order of their rows."""
@@ -196,9 +206,22 @@ class _BlocksOf:
             inner = stored.shape[1:]
             if not stored.shape:
                 yield read_parameter((), ()).view(1)
+            if len(inner) > 1 and row_length > BLOCK_ELEMENTS:
+                yield from self._matrices(read_parameter, end - begin, inner)
+                continue
             for row in range(0, end - begin, height) if stored.shape else ():
                 offset, size = (row, *(0 for _ in inner)), (min(height, end - begin - row), *inner)
                 yield read_parameter(offset, size)
+
+    @staticmethod
+    def _matrices(read_parameter: ReadParameter, num: int, shape: tuple[int, ...]) -> Iterator[Tensor]:
+        """Yield stacked matrices one by one, a block of rows at a time."""
+        num_rows, *inner = shape
+        height = max(1, BLOCK_ELEMENTS // math.prod(inner))
+        for number in range(num):
+            for row in range(0, num_rows, height):
+                offset = (number, row, *(0 for _ in inner))
+                yield read_parameter(offset, (1, min(height, num_rows - row), *inner))
 
     @staticmethod
     def _columns(part: tuple[Stored, ReadParameter], offset: tuple[int, int], num_columns: int) -> Tensor:

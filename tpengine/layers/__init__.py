@@ -2,6 +2,7 @@
 
 column.py row.py   column- and row-parallel layers, and their products; read column.py first
 prepared_weights.py  who owns the memory of a weight, and the forms in which it is multiplied
+experts.py routing.py  a mixture of experts: the networks, and which of them a token goes to
 bias.py            biases, and learned positions
 attention.py mlp.py norm.py   the other layers of a block
 scores.py          how scores are made: rotary positions, window, scale
@@ -33,6 +34,7 @@ from tpengine.layers.attention import Attention
 from tpengine.layers.bias import LearnedPositions
 from tpengine.layers.column import ColumnParallelLinear, PackedWeights
 from tpengine.layers.dropout import Dropout, Position
+from tpengine.layers.experts import MixtureOfExperts
 from tpengine.layers.mlp import FeedForward, SwiGLU
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
 from tpengine.layers.placement import Placement, placements_of
@@ -54,6 +56,7 @@ __all__ = [
     "KeyValueCache",
     "LayerNorm",
     "LearnedPositions",
+    "MixtureOfExperts",
     "Norm",
     "OffsetRMSNorm",
     "PackedWeights",

@@ -24,21 +24,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from tpkernels.autocast import lowered
-from tpkernels.derivatives import is_recorded, refuse_second_order
+from tpkernels.derivatives import differentiable_once, is_recorded, refuse_second_order
 from tpkernels.exchange.communicator import Communicator
+from tpkernels.ops.experts.choose import ChoiceRule
+from tpkernels.ops.experts.rows import combine_backward, combine_forward, take_backward, take_forward
 
 from tpengine.layers.collectives import ShardCommunicator, WholeRows, gather, reduce_scatter
 from tpengine.layers.gradient_sink import GradientSink, check_reaches
 from tpengine.layers.mlp import FeedForward
 from tpengine.layers.placement import Placement, check_divides, cut
-from tpengine.layers.plain_experts import (
-    combine_rows,
-    grouped_matmul,
-    grouped_swiglu,
-    swiglu_backward,
-    take_rows,
-)
-from tpengine.layers.routing import Router, Selection, TokenScores
+from tpengine.layers.plain_experts import grouped_matmul, grouped_swiglu, swiglu_backward
+from tpengine.layers.routing import Routed, Router, TokenScores
 
 
 class ExpertWeight(nn.Module):
@@ -164,6 +160,56 @@ class _Experts(torch.autograd.Function):
         return dxs, None, None, None, dw_gate, dw_up, dw_down
 
 
+class _Rows(torch.autograd.Function):
+    """Local shapes: X[T, D], Xs[R, D].  Xs = X[order // k];  dX[t] = the sum of dXs' rows of t, in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.k = k
+        return take_forward(x, order, k)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dxs: Tensor) -> tuple[Tensor | None, ...]:
+        return take_backward(dxs.contiguous(), *ctx.saved_tensors, ctx.k), None, None, None
+
+
+class _Combined(torch.autograd.Function):
+    """Local shapes: Ys[R, D], weights[T, k], Y[T, D], all partial(tp) but weights.
+
+    forward:  Y[t] = sum over j of weights[t, j] Ys[place of (t, j)], in the order of j
+    backward: dYs[r] = weights of r * dY[its token];  dweights[t, j] = <dY[t], Ys[place of (t, j)]>, partial(tp)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ys: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(ys, order, places, weights)
+        return combine_forward(ys, places, weights)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return *combine_backward(dy.contiguous(), *ctx.saved_tensors), None, None
+
+
+def rows_of(x: Tensor, routed: Routed) -> Tensor:
+    """Return Xs[R, D], the rows of X[T, D] sorted by expert, each k times."""
+    k = routed.weights.shape[1]
+    if not is_recorded():
+        return take_forward(x, routed.order, k)
+    rows: Tensor = _Rows.apply(x, routed.order, routed.places, k)
+    return rows
+
+
+def combined(ys: Tensor, routed: Routed) -> Tensor:
+    """Return Y[T, D], the weighted sum of each token's k rows of Ys[R, D], in the order of its choice."""
+    if not is_recorded():
+        return combine_forward(ys, routed.places, routed.weights)
+    y: Tensor = _Combined.apply(ys, routed.weights, routed.order, routed.places)
+    return y
+
+
 class _WithoutExchange(ShardCommunicator):
     """The communicator of a network beside the experts, whose rows are gathered and whose sum is taken with theirs."""
 
@@ -187,10 +233,12 @@ class MixtureOfExperts(nn.Module):
 
     Args:
         hidden_size, ffn_size, num_experts: D, F of one expert, and E, global; F divisible by tp.
-        selection: how many experts a token gets, and how they are chosen.
+        rule: how many experts a token gets, and how they are chosen.
         comm, sink, dtype, device: as ColumnParallelLinear.
+        has_bias: as Router.
         shared_size: width of the network that every token goes through; 0 for none.
         shared_gated: whether its output is multiplied by a score of the token.
+        has_bias: as Router.
         gathers_again: of the shared network, as ColumnParallelLinear.
 
     Shape: x [T/tp, D], y [T/tp, D].
@@ -211,11 +259,13 @@ class MixtureOfExperts(nn.Module):
         hidden_size: int,
         ffn_size: int,
         num_experts: int,
-        selection: Selection,
+        rule: ChoiceRule,
         comm: Communicator,
         *,
+        has_bias: bool = False,
         shared_size: int = 0,
         shared_gated: bool = False,
+        has_bias: bool = False,
         sink: GradientSink | None = None,
         gathers_again: bool = False,
         dtype: torch.dtype | None = None,
@@ -224,7 +274,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         options: dict[str, Any] = dict(sink=sink, dtype=dtype, device=device)
         self.comm = comm
-        self.gate = Router(hidden_size, num_experts, comm, selection, **options)
+        self.gate = Router(hidden_size, num_experts, rule, comm, has_bias=has_bias, **options)
         self.experts = ExpertNetworks(hidden_size, ffn_size, num_experts, comm, **options)
         self.shared_expert: FeedForward | None = None
         self.shared_expert_gate: TokenScores | None = None
@@ -242,9 +292,8 @@ class MixtureOfExperts(nn.Module):
         # One gather for all.
         x = self._gathered(x)
         # Each token to its experts, and back.
-        routed = self.gate.routed(x)
-        rows = take_rows(x, routed.order, routed.weights.shape[1])
-        y = combine_rows(self.experts(rows, routed.offsets), routed.order, routed.weights)
+        routed: Routed = self.gate(x)
+        y = combined(self.experts(rows_of(x, routed), routed.offsets), routed)
         if self.shared_expert is not None:
             y = y + self._shared(x)
         # One sum for all.

@@ -1,110 +1,67 @@
 """Which experts a token goes to: the router of a mixture of experts, and how its choice is kept.
 
-    logits[T, E] = X[T, D] @ w[E, D].T                     in promote_types(dtype, float32), whole on every rank
-    experts, weights[T, k] = choose(logits)                tpkernels.ops.experts.route
-    order[T k], offsets[E + 1] = sort_by_expert(experts)   tpkernels.ops.experts.order
+    logits[T, E] = X[T, D] @ w[E, D].T                               in promote_types(dtype, float32)
+    experts, weights[T, k], counts[E] = choose(logits)               tpkernels.ops.experts.choose
+    order[T k], offsets[E + 1], places[T k] = sort_by_expert(experts)                  order
+    dlogits = choose's gradient of dweights;  dX = dlogits @ w;  dw = dlogits.T @ X
 
 Every tp rank has all tokens X and the whole weight, and does the same operations: the ranks choose the same experts
 without telling each other. What comes back is a part on each rank: an expert's width is cut, and dweights[T, k] is the
 sum over this rank's columns. All behind it is linear, so that dlogits, dw and dX are parts too. dw is summed where the
 gradients of norms are (partial(tp)), dX where that of any column-parallel layer is.
 
-A choice is made once. Backward uses what forward has kept; where backward computes a block or a chunk again
-(`--parallel.recompute`), `same_routing` hands it the experts of the first time: logits that differ in a last bit would
-send a token elsewhere, and its gradient would belong to other weights than the loss.
+A choice is made once. Backward uses what forward has kept, and so does a forward that is computed again
+(`--parallel.recompute`, tpkernels.again): logits that differ in a last bit would send a token elsewhere, and its
+gradient would belong to other weights than the loss.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from tpkernels.again import once
 from tpkernels.derivatives import is_recorded, refuse_second_order
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.launch import accumulation_dtype
+from tpkernels.ops.experts.choose import ChoiceRule, check_choice, choose_backward, choose_forward
+from tpkernels.ops.experts.order import sort_forward
+from tpkernels.ops.experts.route import router_logits
 from tpkernels.ops.matmul.host import product
 
+from tpengine.layers.balance import LayerBalance
 from tpengine.layers.gradient_sink import GradientSink, check_reaches
 from tpengine.layers.placement import Placement, whole
-from tpengine.layers.plain_experts import choose, sort_by_expert
-
-
-class Selection(NamedTuple):
-    """How experts are chosen: the arguments of tpkernels.ops.experts.route.
-
-    Attributes:
-        k: experts of a token.
-        scoring: softmax over all experts, or the sigmoid of each logit.
-        normalize: whether the k weights of a token are divided by their sum.
-        scale: what they are multiplied by then.
-        num_groups, top_groups: experts lie in so many groups, and a token's are in the best so many of them.
-    """
-
-    k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    normalize: bool = False
-    scale: float = 1.0
-    num_groups: int = 1
-    top_groups: int = 1
 
 
 class Routed(NamedTuple):
     """Where the rows of a micro-batch go.
 
     Attributes:
-        experts: int32 [T, k], each token's in the order of its choice.
         weights: [T, k] in promote_types(dtype, float32).
+        experts: int32 [T, k], each token's in the order of its choice.
+        counts: int32 [E], tokens of each expert.
         order: int32 [T k]; row r of the sorted rows is choice order[r] % k of token order[r] // k.
         offsets: int32 [E + 1]; rows offsets[e] to offsets[e + 1] are of expert e.
+        places: int32 [T k]; the row of each choice.
     """
 
-    experts: Tensor
     weights: Tensor
+    experts: Tensor
+    counts: Tensor
     order: Tensor
     offsets: Tensor
+    places: Tensor
 
 
-class _Scores(torch.autograd.Function):
-    """Local shapes: X[T, D], w[N, D], y[T, N]; a is promote_types(dtype, float32).
+class TokenWeight(nn.Module):
+    """A weight that scores every token, whole on every rank, and behind which all is a part of a sum over tp.
 
-    forward:  y = a(X) @ a(w).T
-    dgrad:    dX = dy @ a(w), in X's dtype
-    wgrad:    dw = dy.T @ a(X), partial(comm), into the sink
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: TokenScores) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.comm, ctx.sink = weight, layer.comm, layer.sink
-        return _scores(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_order("a router")
-        x, weight = ctx.saved_tensors
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = product(dy, weight.to(dy.dtype)).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            dw = ctx.sink.add(ctx.parameter, product(dy.T, x.to(dy.dtype)), ctx.comm)
-        return dx, dw, None
-
-
-def _scores(x: Tensor, weight: Tensor) -> Tensor:
-    wide = accumulation_dtype(x.dtype)
-    return product(x.to(wide), weight.to(wide).T)
-
-
-class TokenScores(nn.Module):
-    """Scores of every token by a weight that all ranks hold whole, and behind which all is a part of a sum.
-
-        y[T, N] = X[T, D] @ w[N, D].T        in promote_types(dtype, float32)
-        dX = dy @ w;  dw = dy.T @ X          of dy partial(tp): both are parts, dw is summed over tp by its sink
+        y[T, N] = X[T, D] @ w[N, D].T        in promote_types(dtype, float32), the same on every rank
+        dX = dy @ w;  dw = dy.T @ X          of dy partial(tp): parts too; the sink sums dw over tp
 
     Args:
         hidden_size, num_scores: D and N.
@@ -134,38 +91,146 @@ class TokenScores(nn.Module):
             comm.broadcast_(self.weight.detach())
 
     def tp_placements(self) -> Mapping[str, Placement]:
-        """See SaysPlacements: whole, and each rank's gradient is the part that comes of its columns of the experts."""
+        """See SaysPlacements: whole, and each rank's gradient is the part that comes of its columns."""
         return {"weight": whole(self.comm)}
+
+    def read(self) -> Tensor:
+        """Return the weight for one product. It may be computed: read it once."""
+        weight = self.weight
+        check_reaches(self.sink, weight, "a router's weight")
+        return weight
+
+
+class TokenScores(TokenWeight):
+    """The scores themselves, X[T, D] -> y[T, N]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """X[T, D] -> y[T, N]."""
-        weight = self.weight
-        check_reaches(self.sink, weight, "a router's weight")
+        weight = self.read()
         if not is_recorded():
-            return _scores(x, weight)
+            return router_logits(x, weight)
         y: Tensor = _Scores.apply(x, weight, self)
         return y
 
 
-class Router(TokenScores):
+class Router(TokenWeight):
     """Chooses k of E experts for every token.
 
     Args:
-        hidden_size, num_experts, comm, sink, dtype, device: as TokenScores.
-        selection: how they are chosen.
+        hidden_size, num_experts: D and E.
+        rule: how they are chosen, and how many.
+        comm, sink, dtype, device: as TokenWeight.
+        has_bias: whether a bias of each expert is added to the scores by which is chosen. It is in
+            promote_types(dtype, float32), begins with zeros, and has no gradient.
 
-    Cost: 2*T*E*D flops on every rank, beside the experts' 6*T*k*F*D/tp.
+    Attributes:
+        balance: what is told how tokens were spread, and adds the gradient of the auxiliary loss (balance.py); None.
+
+    Raises:
+        ValueError: the rule cannot choose among so many experts.
     """
 
     def __init__(
-        self, hidden_size: int, num_experts: int, comm: Communicator, selection: Selection, **options: Any
+        self,
+        hidden_size: int,
+        num_experts: int,
+        rule: ChoiceRule,
+        comm: Communicator,
+        *,
+        has_bias: bool = False,
+        **options: Any,
     ) -> None:
+        check_choice(num_experts, None, rule)
         super().__init__(hidden_size, num_experts, comm, **options)
-        self.selection = selection
+        self.rule = rule
+        self.balance: LayerBalance | None = None
+        self.e_score_correction_bias: Parameter | None = None
+        if has_bias:
+            zeros = torch.zeros(num_experts, dtype=accumulation_dtype(self.weight.dtype), device=self.weight.device)
+            self.e_score_correction_bias = Parameter(zeros, requires_grad=False)
 
-    def routed(self, x: Tensor) -> Routed:
-        """Return where the rows of X[T, D] go; within `same_routing` where they went the first time."""
-        logits = self(x)
-        experts, weights = choose(logits, **self.selection._asdict())
-        order, offsets = sort_by_expert(experts, len(self.weight))
-        return Routed(experts, weights, order, offsets)
+    def tp_placements(self) -> Mapping[str, Placement]:
+        """See SaysPlacements: whole, both."""
+        return {"weight": whole(self.comm), "e_score_correction_bias": whole(self.comm)}
+
+    def forward(self, x: Tensor) -> Routed:
+        """Return where the rows of X[T, D] go."""
+        weight = self.read()
+        if not is_recorded():
+            logits = router_logits(x, weight)
+            found = self.chosen(logits)
+            self.note(logits, found.counts)
+            return found
+        return Routed(*_Route.apply(x, weight, self))
+
+    def chosen(self, logits: Tensor) -> Routed:
+        """Return where rows go by their logits[T, E]; in what is computed again, where they went the first time."""
+        found = once(lambda: self._choose(logits))
+        # Aliases: what is kept for a second forward must not hold the graph of the first.
+        return Routed(*(of.detach() for of in found))
+
+    def _choose(self, logits: Tensor) -> Routed:
+        bias = self.e_score_correction_bias
+        bias = None if bias is None else bias.detach().to(logits.dtype)
+        experts, weights, counts = choose_forward(logits, bias, self.rule)
+        return Routed(weights, experts, counts, *sort_forward(experts, len(self.weight)))
+
+    def note(self, logits: Tensor, counts: Tensor) -> Tensor | None:
+        """Tell `balance` how tokens were spread; return what its gradient needs, None for none."""
+        return None if self.balance is None else self.balance.note(logits, counts)
+
+
+class _Route(torch.autograd.Function):
+    """Local shapes: X[T, D], w[E, D], logits[T, E], weights[T, k]; dweights, dlogits, dX and dw are partial(tp).
+
+    forward:  logits = X @ w.T;  the choice, kept;  order
+    backward: dlogits of dweights;  dX = dlogits @ w, in X's dtype;  dw = dlogits.T @ X, into the sink
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, router: Router) -> tuple[Tensor, ...]:
+        logits = router_logits(x, weight)
+        found = router.chosen(logits)
+        ctx.fractions = router.note(logits, found.counts)
+        ctx.save_for_backward(x, weight, logits, found.experts, found.weights)
+        ctx.parameter, ctx.router = weight, router
+        ctx.mark_non_differentiable(*found[1:])
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, dweights: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        refuse_second_order("a router")
+        x, weight, logits, experts, weights = ctx.saved_tensors
+        router, comm = ctx.router, ctx.router.comm
+        dlogits = choose_backward(dweights, logits, experts, weights, router.rule)
+        if ctx.fractions is not None:
+            # What every rank has whole: each adds that of its own block of tokens, so that the sum has each once.
+            size = len(logits) // comm.size
+            own = slice(comm.rank * size, (comm.rank + 1) * size)
+            router.balance.add_gradient_(dlogits, logits, ctx.fractions, own)
+        return *_score_gradients(ctx, dlogits, x, weight, router), None
+
+
+class _Scores(torch.autograd.Function):
+    """Local shapes: X[T, D], w[N, D], y[T, N].  y = X @ w.T;  dX = dy @ w;  dw = dy.T @ X, into the sink."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: TokenScores) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.layer = weight, layer
+        return router_logits(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order("a score of tokens")
+        return *_score_gradients(ctx, dy, *ctx.saved_tensors, ctx.layer), None
+
+
+def _score_gradients(ctx: Any, dy: Tensor, x: Tensor, weight: Tensor, layer: TokenWeight) -> tuple[Tensor | None, ...]:
+    """Return dX in X's dtype, and dw if autograd is to have it, of dy[T, N]."""
+    dx = dw = None
+    if ctx.needs_input_grad[0]:
+        dx = product(dy, weight.to(dy.dtype)).to(x.dtype)
+    if ctx.needs_input_grad[1]:
+        dw = layer.sink.add(ctx.parameter, product(dy.T, x.to(dy.dtype)), layer.comm)
+    return dx, dw

@@ -39,12 +39,25 @@ def updates_of(config: Config) -> Mapping[str, tuple[float, float]]:
 
 
 def frozen_of(config: Config) -> frozenset[str]:
-    """Return the names, in the table of parameters, of those that stay as they are.
+    """Return the names, in the table of parameters, of those that no gradient changes: frozen ones, routers' biases.
 
     Raises:
         ValueError: as check_groups.
     """
     return _grouped(config.model, config.optim.groups, config.optim.weight_decay)[1]
+
+
+def moved_of(config: Config) -> frozenset[str]:
+    """Return those of `frozen_of` that a step moves all the same: routers' biases with train.balance bias."""
+    return _moved(config.model, config.optim.groups) if config.train.balance == "bias" else frozenset()
+
+
+@functools.lru_cache(maxsize=64)
+def _moved(model: ModelConfig, groups: tuple[ParameterGroup, ...]) -> frozenset[str]:
+    specs = {spec.name: spec for spec in stage_specs(model, 1, 0, model.num_layers)}
+    group_of = _first_matches(model, groups, list(specs))
+    is_frozen = {name for name, group in group_of.items() if group.frozen}
+    return frozenset(name for name, spec in specs.items() if not spec.has_gradient and name not in is_frozen)
 
 
 @functools.lru_cache(maxsize=64)
@@ -85,7 +98,8 @@ def _grouped(
     """Return what `updates_of` and `frozen_of` return."""
     specs = {spec.name: spec for spec in stage_specs(model, 1, 0, model.num_layers)}
     group_of = _first_matches(model, groups, list(specs))
-    frozen = frozenset(name for name, group in group_of.items() if group.frozen)
+    without_gradient = {name for name, spec in specs.items() if not spec.has_gradient}
+    frozen = frozenset(name for name, group in group_of.items() if group.frozen) | without_gradient
     if len(frozen) == len(specs):
         patterns = ", ".join(repr(group.pattern) for group in groups if group.frozen)
         raise ValueError(

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
+from tpengine.architectures.experts import Experts
 from tpengine.architectures.part import Axis, Part
 from tpengine.architectures.registry import architecture_of, rule_of
 from tpengine.config import ModelConfig
@@ -44,6 +45,7 @@ class ParameterSpec:
         valid_rows: rows that mean something; the rest is vocabulary padding, initialised to zero.
         over: the axes over which its part says that its gradient is summed; None for those that follow from the cut.
         behind: the parameter behind which it lies, where one product reads both as one matrix; empty for none.
+        has_gradient: False for the bias of a router, in at least float32, which counts of tokens move (train.balance).
     """
 
     name: str
@@ -55,6 +57,7 @@ class ParameterSpec:
     init: float = 1.0
     over: tuple[Axis, ...] | None = field(default=None, repr=False)
     behind: str = field(default="", repr=False)
+    has_gradient: bool = field(default=True, repr=False)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -171,7 +174,7 @@ def _part_specs(model: ModelConfig, tp: int, prefix: str, part: Part) -> Iterato
     for name, shape in part.shapes(model).items():
         spec = _spec(model, tp, f"{prefix}.{name}", shape, part.first_value(name))
         before = f"{prefix}.{behind[name]}" if name in behind else ""
-        yield replace(spec, over=part.reduce_over(name), behind=before)
+        yield replace(spec, over=part.reduce_over(name), behind=before, has_gradient=part.has_gradient(name))
 
 
 def _spec(model: ModelConfig, tp: int, name: str, shape: tuple[int, ...], first: float = 0.0) -> ParameterSpec:
@@ -250,6 +253,12 @@ def num_matmul_parameters(model: ModelConfig) -> int:
     """Parameters that a token is multiplied with: all matrices but the lookups, of experts k; a tied head counts."""
     head = model.vocab_size * model.hidden_size
     return head + sum(num for layer in range(model.num_layers) for num in elements_per_token(model, layer).values())
+
+
+def layers_of_experts(model: ModelConfig) -> tuple[int, ...]:
+    """Return the numbers of the layers whose tokens a router sends to experts."""
+    blocks = ((layer, architecture_of(model).block(model, layer)) for layer in range(model.num_layers))
+    return tuple(layer for layer, parts in blocks if any(isinstance(part, Experts) for part in parts.values()))
 
 
 def elements_per_token(model: ModelConfig, layer: int) -> dict[str, int]:

@@ -67,10 +67,14 @@ def _numel(pieces: Sequence[Piece]) -> int:
 
 
 def _split(config: Config, pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
-    """Return the pieces that are trained, and those that are frozen."""
+    """Return the pieces that are trained, and those that are frozen; routers' biases, always whole, are neither."""
     frozen = frozen_of(config)
     trained = [piece for piece in pieces if piece.spec.name not in frozen]
-    return trained, [piece for piece in pieces if piece.spec.name in frozen]
+    return trained, [piece for piece in pieces if piece.spec.name in frozen and piece.spec.has_gradient]
+
+
+def _num_without_gradient(pieces: Sequence[Piece]) -> int:
+    return _numel([piece for piece in pieces if not piece.spec.has_gradient])
 
 
 def state_bytes(config: Config, layout: Layout, rank: int, replica: int = 0) -> StateBytes:
@@ -143,6 +147,7 @@ def _sliced(config: Config, layout: Layout, rank: int, replica: int) -> _Element
             size = slice_numel(bucket, layout.dp)
             used = sum(part.in_slice.stop - part.in_slice.start for part in parts_of(bucket, layout.dp, replica))
             weights, padding = weights + size, padding + size - used
+        weights += _num_without_gradient(_pieces(config, layout, rank))
     else:
         weights += num_weights(config, layout, rank) - numel
     return _Elements(weights, gradients, owned, padding, gradients - used_gradients)
@@ -168,7 +173,7 @@ def _exact(config: Config, layout: Layout, rank: int, replica: int) -> _Elements
     of_buffers = sum(
         BlockCut.of(leaf, numels[leaf_parts(leaf)[0]], layout.dp).size for bucket in buckets for leaf in bucket.names
     )
-    whole = 0 if layout.zero == ZERO_OF_SLICED_WEIGHTS else numel
+    whole = _num_without_gradient(pieces) if layout.zero == ZERO_OF_SLICED_WEIGHTS else numel
     return _Elements(whole + own, gradients + of_buffers, owned)
 
 

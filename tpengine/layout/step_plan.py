@@ -223,10 +223,15 @@ def frozen_weights(
     frozen = frozen_of(config)
     if not frozen or config.parallel.zero_in_effect != ZERO_OF_SLICED_WEIGHTS:
         return {}
+    # What has no gradient at all is small, and stays whole.
+    num, model = config.model.num_layers, config.model
+    sliced = {spec.name for spec in stage_specs(model, 1, 0, num) if spec.has_gradient and spec.name in frozen}
+    if not sliced:
+        return {}
     return {
         # A weight has one place, also where an output head reads it too.
         chunks: tuple(replace(weight, reduce_over=("dp",)) for weight in weights if not weight.name.endswith(HEAD_USE))
-        for chunks, weights in _buffers(config, ranks, layers, frozen.__contains__).items()
+        for chunks, weights in _buffers(config, ranks, layers, sliced.__contains__).items()
     }
 
 

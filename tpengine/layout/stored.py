@@ -1,13 +1,17 @@
 """Where a parameter of ours lies in a directory of Hugging Face weights. No torch.
 
 A file's tensor may hold a product transposed (GPT-2's Conv1D), or several parameters of ours below each other (a packed
-q, k, v), and has no padding rows. `Stored` says this for one parameter; reading, checking and writing all follow it.
+q, k, v), and has no padding rows. Or the matrices that ours stacks lie apart, a tensor each (the experts of a layer).
+`Stored` says this for one parameter; reading, checking and writing all follow it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tpengine.architectures.table import NUMBER
 
 
 @dataclass(frozen=True)
@@ -29,21 +33,23 @@ class FileBox:
 
 @dataclass(frozen=True)
 class Stored:
-    """One parameter, as a part of one tensor of a file.
+    """One parameter, as a part of one tensor of a file, or as several of them.
 
     Attributes:
-        name: the tensor's, in the file.
+        name: the tensor's, in the file; with `#` for the number of each of several.
         shape: the whole tensor's, in the file.
         transposed: the file holds columns where the parameter has rows; of matrices only.
         rows: the parameter's row 0 is row rows[0] of the file's tensor, and so on to rows[1], excluded; rows of the
             parameter beyond are padding, zero. Rows are counted as the parameter has them: of a transposed tensor they
             are its columns. None: all.
+        num_stacked: the parameter stacks so many tensors of the file, of that shape each; 0 where it is one tensor.
     """
 
     name: str
     shape: tuple[int, ...]
     transposed: bool = False
     rows: tuple[int, int] | None = None
+    num_stacked: int = 0
 
     def __post_init__(self) -> None:
         """Check what a table of an architecture's own may get wrong.
@@ -60,6 +66,19 @@ class Stored:
                 f"a parameter's rows must lie in the tensor that holds them: {self.name} {list(self.shape)} has "
                 f"{self.num_file_rows} rows, not {self.rows[0]} to {self.rows[1]}: correct the table"
             )
+
+    def apart(self, first: int = 0, num: int | None = None) -> Iterator[Stored]:
+        """Yield the tensors of the files that are the parameter: itself, or of those that it stacks some.
+
+        Args:
+            first: the first of them.
+            num: how many; None for all behind it.
+        """
+        if not self.num_stacked:
+            yield self
+            return
+        for number in range(first, self.num_stacked if num is None else first + num):
+            yield replace(self, name=self.name.replace(NUMBER, str(number)), num_stacked=0)
 
     @property
     def num_file_rows(self) -> int:
@@ -84,8 +103,9 @@ class Stored:
             size: of the box.
 
         Raises:
-            ValueError: the box cuts a third dim, which no layout does.
+            ValueError: the box cuts a third dim of one tensor, which no layout does.
         """
+        assert not self.num_stacked, f"{self.name} is several tensors: ask each (apart)"
         if not self.shape:
             return FileBox(0, 1, 0, 1)
         inner = self.shape[2:]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.attention.choice import Whose
+from tpkernels.ops.experts.choose import ChoiceRule
 from tpkernels.ops.rope_tables import LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 
 from tpengine.architectures import describe
@@ -24,6 +25,7 @@ from tpengine.layers.attention import Attention
 from tpengine.layers.bias import LearnedPositions
 from tpengine.layers.column import ColumnParallelLinear
 from tpengine.layers.dropout import Dropout
+from tpengine.layers.experts import MixtureOfExperts
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.mlp import FeedForward
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
@@ -323,6 +325,23 @@ def feed_forward(part: describe.FeedForward, parts: FastParts, dropout: Dropout 
         gated=part.gated,
         bias=part.bias,
         dropout=dropout,
+        gathers_again=parts.gathers_again,
+        **parts.options,
+    )
+
+
+def experts(part: describe.Experts, parts: FastParts, dropout: Dropout | None) -> nn.Module:
+    """x[T/tp, D] -> x[T/tp, D]; nothing is dropped inside (config/rules.py)."""
+    rule = ChoiceRule(part.top_k, part.scoring, part.normalize, part.scale, part.num_groups, part.top_groups)
+    return MixtureOfExperts(
+        parts.model.hidden_size,
+        part.ffn_size,
+        part.num_experts,
+        rule,
+        parts.tp,
+        shared_size=part.shared_size,
+        shared_gated=part.shared_gated,
+        has_bias=part.has_bias,
         gathers_again=parts.gathers_again,
         **parts.options,
     )

@@ -83,6 +83,7 @@ def step_record(
     spiked: bool = False,
     stage_waits: Sequence[float] = (),
     metrics: Mapping[str, float] = MappingProxyType({}),
+    loads: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return one line of metrics.jsonl.
 
@@ -103,6 +104,7 @@ def step_record(
         stage_waits: how long each stage waited for the stages beside it, the longest of its ranks; empty where there is
             no pipeline, or its waits are not known to the host (on a GPU).
         metrics: the run's own, by name; they are fields metric/NAME.
+        loads: how even experts were used, by name (training/expert_loads.py); of a dense model none.
 
     Returns:
         The fields above, tokens_per_second, model_flops_per_second (attention full), of a pipeline on CPUs `bubble`
@@ -126,6 +128,7 @@ def step_record(
         "skipped_steps": skipped_steps,
     }
     record |= {f"metric/{name}": value for name, value in metrics.items()}
+    record |= loads
     if spiked:
         record |= {"event": "skip", "spike_loss": record.pop("loss"), "spike_grad_norm": record.pop("grad_norm")}
     if stage_waits:

@@ -269,6 +269,7 @@ def _record(
         wall_seconds=wall_seconds,
         stage_waits=waits,
         metrics=result.metrics,
+        loads=result.loads,
     )
 
 

@@ -127,8 +127,11 @@ def awaited(state: TrainState, what: object) -> dict[str, list[int]]:
     if what.kind in COMPUTE:
         return _others({"tp": _members(mesh.tp)})
     if what.kind is Kind.CLIP:
-        # The last stage also sums the losses over the replicas; where these own slices, all sum their squares.
-        replicas = {"dp": _members(mesh.dp)} if state.model.is_last or state.sliced is not None else {}
+        # The last stage also sums the losses over the replicas; where these own slices, all sum their squares, and with
+        # experts their counts.
+        has_experts = state.part.config.model.details.num_experts > 0
+        meets = state.model.is_last or state.sliced is not None or has_experts
+        replicas = {"dp": _members(mesh.dp)} if meets else {}
         return _others({"tp": _members(mesh.tp), "pp": _members(mesh.pp), **replicas})
     if what.kind is Kind.TIE_REDUCE and mesh.ends is not None:
         return _others({"pp": _members(mesh.ends)})

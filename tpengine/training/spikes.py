@@ -37,7 +37,7 @@ class StepResult:
     """The results of a step, equal on all ranks.
 
     Attributes:
-        loss: nats per valid target of the global step.
+        loss: nats per valid target of the global step, with the auxiliary loss of routers.
         grad_norm: of the global gradient, before clipping.
         lr: learning rate used.
         skipped: whether loss or norm is not finite, or leaps: then nothing was updated, and the step does not count as
@@ -47,6 +47,7 @@ class StepResult:
         loss_scale: that the step ran with; None where the dtype needs none.
         largest: the largest value over all ranks of each figure that `tell` returns.
         metrics: of the global step, by name; NaN where what a metric is divided by is 0.
+        loads: of a model with experts how even they were used, by the names that metrics.jsonl has (expert_loads.py).
     """
 
     loss: float
@@ -58,6 +59,7 @@ class StepResult:
     loss_scale: float | None = None
     largest: tuple[float, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    loads: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_not_finite(self) -> bool:

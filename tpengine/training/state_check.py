@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpengine.distributed.process import link_device, max_over_ranks
-from tpengine.layout.groups import frozen_of
+from tpengine.layout.groups import frozen_of, moved_of
 from tpengine.layout.parameters import hf_name, stage_specs
 from tpengine.training.planned_run import RunError
 from tpengine.training.train_state import TrainState
@@ -104,7 +104,9 @@ def check_replicas(state: TrainState, num_steps: int, *, masters_only: bool = Fa
 
 def note_frozen(state: TrainState) -> None:
     """Note what the frozen weights are, for check_frozen: before the first step that trains the others."""
-    state.frozen_hashes = {name: bits_hash(weight) for name, weight in state.frozen.items()}
+    moved, pieces = moved_of(state.part.config), state.model.pieces
+    stays = {name: weight for name, weight in state.frozen.items() if pieces[name].spec.name not in moved}
+    state.frozen_hashes = {name: bits_hash(weight) for name, weight in stays.items()}
 
 
 def check_frozen(state: TrainState, num_steps: int) -> None:

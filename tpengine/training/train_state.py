@@ -231,7 +231,8 @@ class TrainState:
         sliced: the weights where replicas own slices of them (ZeRO), else None.
         held: what this rank holds between steps, by piece: whole weights, or of those that are cut over replicas (ZeRO)
             its own elements, one dim; where it owns none they are left out.
-        weights, frozen: those of `held` that the optimizer updates, and those that stay as they are.
+        weights, frozen: those of `held` that the optimizer updates, and the others, which stay as they are, but for
+            routers' biases that counts move (expert_loads.py).
         frozen_hashes: of the bits of `frozen`, by piece, before the first step (state_check.py).
         optimizer: updates `weights`.
         num_updates: number of updates applied, including those before the checkpoint that the run continues.

@@ -35,6 +35,7 @@ from tpengine.pipeline.stage import RankPipeline
 from tpengine.plan import Action, Kind
 from tpengine.plan.actions import COMPUTE
 from tpengine.training.clipping import clip_
+from tpengine.training.expert_loads import ExpertLoads
 from tpengine.training.gradient_norm import GradientNorm
 from tpengine.training.objective import Objective, resolved
 from tpengine.training.planned_run import RunError
@@ -155,6 +156,7 @@ class TrainStep:
         executor: runs the plan's actions.
         norm: computes the gradient's norm.
         squares: sums of squares of the same gradient, by the place of each piece.
+        loads: what the routers of the current step have chosen; None of a model without experts.
         limits: what loss and norm of the current step may be at most.
         waited_seconds: how long the host waited for the stages beside it in the current step.
         preloads: whether the next step first computes once without transfers, to load its kernels (pipeline/preload).
@@ -200,6 +202,7 @@ class TrainStep:
         self.norm = GradientNorm(model, state.gradients.of, parts, exact=is_exact, device=device)
         self.squares = torch.zeros(self.norm.num_places, dtype=torch.float64, device=device)
         self.limits = Limits()
+        self.loads = ExpertLoads.of(state)
         self._probe: Probe | None = None
         self._metric_names, self._metrics = tuple(objective.metrics), torch.zeros(0, dtype=torch.float64, device=device)
         self._judged = torch.zeros(len(Judged), dtype=torch.float64, device=device)
@@ -299,6 +302,8 @@ class TrainStep:
     def _begin(self) -> None:
         self.batch.clear()
         self.state.gradients.begin()
+        if self.loads is not None:
+            self.loads.begin(self.batch.scale)
 
     def _preload(self) -> None:
         rank = self.state.rank
@@ -399,12 +404,13 @@ class TrainStep:
         if self.state.sliced is not None:
             self.state.rank.comms.dp.all_reduce_(figures)
         self._metrics, figures = figures[:num], figures[num:]
+        loss = figures[-1] if self.loads is None else figures[-1] + self.loads.sum_over_ranks()
         # Norm, the decision to skip, and the scaling of the gradients.
         self.squares, clip_norm = self.norm.squares(figures[:-1]), self.state.part.config.optim.clip_norm
         # A finite norm means finite second moments: the norm contains the square of the largest element.
         self._judged = judged(
             self.squares,
-            figures[-1],
+            loss,
             self.batch.step.usable,
             most_loss=self.limits.loss,
             most_norm=self.limits.grad_norm,
@@ -420,15 +426,21 @@ class TrainStep:
         self.state.model.release()
         factor = self._judged[Judged.FACTOR] if self.state.optimizer.reads_factor else None
         self.state.optimizer.step(self._lr, self.state.num_updates + 1, self._judged[Judged.SKIP], factor)
+        if self.loads is not None:
+            self.loads.move_biases(self._judged[Judged.SKIP])
 
     def _result(self, step: int, tell: Callable[[], Sequence[float]] | None) -> StepResult:
         # One wait for the device, together with the maximum over all ranks.
         skip = self._judged[Judged.SKIP :][:1]
         told = torch.tensor(list(tell()) if tell is not None else [], dtype=torch.float64)
         shared = torch.cat([skip, -skip, self.batch.compared(), to_device(told, self.state.rank.device)])
-        own = torch.cat([self._judged, self._metrics]) if self._metric_names else self._judged
+        parts = [self._judged, *([self._metrics] if self._metric_names else [])]
+        if self.loads is not None:
+            parts.append(self.loads.figures())
+        own = torch.cat(parts) if len(parts) > 1 else self._judged
         found, (some_skip, all_skip, *largest) = read_with_largest(own, shared)
-        (loss, norm, skipped, spiked, usable, _), metrics = found[: len(Judged)], found[len(Judged) :]
+        (loss, norm, skipped, spiked, usable, _), found = found[: len(Judged)], found[len(Judged) :]
+        metrics, of_experts = found[: len(self._metric_names)], found[len(self._metric_names) :]
         compared, largest = largest[: self.batch.num_compared], largest[self.batch.num_compared :]
         # The device is done: raise if one of its kernels gave up waiting for a peer.
         self.state.rank.comms.tp.check()
@@ -447,7 +459,10 @@ class TrainStep:
         overflowed = bool(skipped) and not spiked and math.isfinite(loss) and self.state.loss_scale.can_fall
         scale = self.batch.scale if self.state.part.config.train.dtype == "float16" else None
         named = dict(zip(self._metric_names, metrics, strict=True))
-        return StepResult(loss, norm, self._lr, bool(skipped), bool(spiked), overflowed, scale, tuple(largest), named)
+        loads = {} if self.loads is None else self.loads.named(of_experts)
+        return StepResult(
+            loss, norm, self._lr, bool(skipped), bool(spiked), overflowed, scale, tuple(largest), named, loads
+        )
 
     def _count(self, step: int, result: StepResult) -> None:
         state = self.state

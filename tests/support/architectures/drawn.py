@@ -20,6 +20,8 @@ CONFIGS = {
     "olmo3": "Olmo3Config",
     "ministral3": "Ministral3Config",
 }
+# Those with experts.
+EXPERTS = {"qwen3_moe": "Qwen3MoeConfig", "mixtral": "MixtralConfig"}
 
 # Rotary positions of heads of 10 elements, of which 6 are rotated.
 LONGROPE = {
@@ -35,7 +37,7 @@ def drawn_config(architecture: str, seed: int, **given: Any) -> Any:
     """Return a tiny configuration: heads, KV heads, head size, ties, biases, eps, rotary positions, window, vocabulary.
 
     Args:
-        architecture: one of CONFIGS.
+        architecture: one of CONFIGS, or of EXPERTS.
         seed: equal seeds give equal configurations.
         given: entries that are not drawn.
     """
@@ -45,7 +47,10 @@ def drawn_config(architecture: str, seed: int, **given: Any) -> Any:
     entries = _gpt2(draw) if architecture == "gpt2" else _family(architecture, draw)
     # Special tokens beyond the vocabulary are warned of; the row of a padding token would get no gradient.
     entries |= dict(attn_implementation="eager", bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    return getattr(transformers, CONFIGS[architecture])(**entries | given)
+    if architecture in EXPERTS:
+        # Its other ways do not take float64.
+        entries["experts_implementation"] = "eager"
+    return getattr(transformers, (CONFIGS | EXPERTS)[architecture])(**entries | given)
 
 
 def _gpt2(draw: random.Random) -> dict[str, Any]:
@@ -76,7 +81,7 @@ def _family(architecture: str, draw: random.Random) -> dict[str, Any]:
     )
     if architecture not in ("qwen2", "phi3"):
         entries["head_dim"] = draw.choice([4, 8, 12])
-    if architecture in ("llama", "qwen3", "gemma3", "granite", "smollm3", "olmo3"):
+    if architecture in ("llama", "qwen3", "gemma3", "granite", "smollm3", "olmo3", "qwen3_moe"):
         entries["attention_bias"] = draw.random() < 0.5
     if architecture in ("llama", "granite", "smollm3"):
         entries["mlp_bias"] = draw.random() < 0.5
@@ -98,6 +103,27 @@ def _qwen(draw: random.Random, heads: int) -> dict[str, Any]:
 
 def _mistral(draw: random.Random, heads: int) -> dict[str, Any]:
     return dict(sliding_window=draw.choice([None, 1, 5]), rope_parameters=_rope(draw))
+
+
+def _qwen3_moe(draw: random.Random, heads: int) -> dict[str, Any]:
+    num = draw.choice([3, 4, 6])
+    return dict(
+        moe_intermediate_size=draw.choice([8, 16]),
+        num_experts=num,
+        num_experts_per_tok=draw.randrange(1, num + 1),
+        norm_topk_prob=draw.random() < 0.5,
+        decoder_sparse_step=draw.choice([1, 1, 2]),
+        mlp_only_layers=draw.choice([[], [], [0]]),
+        use_sliding_window=draw.random() < 0.5,
+        sliding_window=draw.choice([3, 7]),
+        rope_parameters=_rope(draw),
+    )
+
+
+def _mixtral(draw: random.Random, heads: int) -> dict[str, Any]:
+    num = draw.choice([3, 4, 8])
+    chosen = dict(num_local_experts=num, num_experts_per_tok=draw.randrange(1, num + 1))
+    return chosen | _mistral(draw, heads)
 
 
 def _granite(draw: random.Random, heads: int) -> dict[str, Any]:
@@ -189,6 +215,8 @@ _OWN: dict[str, Callable[[random.Random, int], dict[str, Any]]] = {
     "phi3": _phi3,
     "olmo3": _olmo3,
     "ministral3": _ministral3,
+    "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from support.architectures.runs import Pieces
-from support.architectures.transformers_models import Widened, built, config_json, ours, tensor_of
+from support.architectures.transformers_models import Widened, built, config_json, in_files, ours, tensor_of
 from support.engine.torch_adamw import TorchAdamW
 from tpengine.architectures.registry import check_architecture, model_of
 from tpengine.config import Config, ModelConfig
@@ -32,13 +32,13 @@ def assert_parity(config: Any, seed: int) -> None:
     with Widened():
         want = theirs(tokens).logits
         (want * weights).sum().backward()
-    net = ours(model, theirs.state_dict())
+    net = ours(model, in_files(theirs, theirs.state_dict()))
     got = net(tokens.flatten(), SEQ)[:, : model.vocab_size].view(want.shape)
     (got * weights).sum().backward()
 
     error = (got - want).abs().max()
     assert error <= 1e-10 * want.abs().max(), f"logits: error {error}"
-    gradients = {name: weight.grad for name, weight in theirs.named_parameters()}
+    gradients = in_files(theirs, {name: weight.grad for name, weight in theirs.named_parameters()})
     for name, parameter in net.held.items():
         expected = tensor_of(model, net.pieces[name].spec, gradients)
         assert parameter.grad is not None
@@ -88,7 +88,10 @@ def assert_exported(out: Path, model: ModelConfig, held: list[Pieces]) -> Any:
     theirs, said = found
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         assert not said[what], f"{what}: {said[what]}"
-    whole, specs = theirs.state_dict(), {spec.name: spec for spec in stage_specs(model, 1, 0, model.num_layers)}
+    whole, specs = (
+        in_files(theirs, theirs.state_dict()),
+        {spec.name: spec for spec in stage_specs(model, 1, 0, model.num_layers)},
+    )
     seen = set()
     for pieces in held:
         for name, (offset, values) in pieces.items():

@@ -37,6 +37,8 @@ def tensor_of(model: ModelConfig, spec: ParameterSpec, weights: Mapping[str, Ten
     module, _, kind = spec.name.rpartition(".")
     found, architecture = rule_of(model, module), architecture_of(model)
     prefix = "" if module == "lm_head" else architecture.prefix
+    if found.is_stacked:
+        return torch.stack([weights[f"{prefix}{found.name.replace('#', str(i))}.{kind}"] for i in range(spec.shape[0])])
     tensor = weights[f"{prefix}{found.name}.{kind}"]
     if found.rule.is_transposed and tensor.dim() == 2:
         tensor = tensor.T
@@ -50,6 +52,14 @@ def tensor_of(model: ModelConfig, spec: ParameterSpec, weights: Mapping[str, Ten
         tensor = nn.functional.pad(tensor, (0, 0, 0, spec.shape[0] - spec.valid_rows))
     assert tensor.shape == spec.shape, (spec, tensor.shape)
     return tensor
+
+
+def in_files(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights, or gradients, of a model of transformers by the names that its files have: experts apart."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
+    return found
 
 
 def config_json(config: Any) -> ConfigJson:

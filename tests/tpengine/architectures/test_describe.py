@@ -56,6 +56,32 @@ def test_braces_and_stars_on_both_sides_are_the_same_choice() -> None:
     assert find(TABLE, "embed_tokens")[0].name == "wte"
 
 
+def test_stacked_tensors_are_numbered_in_files_and_cut_within_each() -> None:
+    table = {
+        "layers.*.mlp.experts.#.{gate,up}_proj": column,
+        "layers.*.moe.experts.#.w2": row.of("layers.*.mlp.experts.down_proj"),
+    }
+    up, down = (find(table, f"layers.7.mlp.experts.{name}_proj")[0] for name in ("up", "down"))
+    assert (
+        up.name == "layers.7.mlp.experts.#.up_proj" and up.is_stacked and up.packed == ("layers.7.mlp.experts.up_proj",)
+    )
+    assert down.name == "layers.7.moe.experts.#.w2" and down.is_stacked
+    assert [rule.dim_of(3) for rule in (column, row, replicate)] == [1, 2, None]
+    assert not find(TABLE, "layers.1.mlp.up_proj")[0].is_stacked
+
+
+def test_a_rule_may_be_of_what_a_model_lacks() -> None:
+    check_table(
+        {**TABLE, "layers.*.mlp.gate": replicate.optional, "h.*.attn.c_attn": row.optional},
+        [
+            "layers.0.input_layernorm",
+            "layers.0.mlp.up_proj",
+            "layers.0.mlp.down_proj",
+            "embed_tokens",
+        ],
+    )
+
+
 @pytest.mark.parametrize(
     ("table", "module", "said"),
     [

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.architectures.drawn import CONFIGS, LONGROPE, drawn_config
+from support.architectures.drawn import CONFIGS, EXPERTS, LONGROPE, drawn_config
 from support.architectures.transformers_models import config_json
 from support.engine.exactness import assert_same_bits, merge
 from support.engine.exactness import train as train_exactly
@@ -52,6 +52,16 @@ PARTS: dict[str, dict[str, Any]] = {
         }
     },
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"] * 2, "attention_bias": True},
+    # Two layers of either kind; the width of an expert is cut in four.
+    "qwen3_moe": {
+        "attention_bias": False,
+        "moe_intermediate_size": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [],
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "smollm3": {
         "attention_bias": False,
         "no_rope_layers": [1, 0, 1, 0],
@@ -59,6 +69,8 @@ PARTS: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
     },
 }
+
+ALL = (*CONFIGS, *EXPERTS)
 
 
 @functools.cache
@@ -78,7 +90,7 @@ def cases(by_default: Callable[[int, int], bool]) -> list[object]:
     """Return (architecture, layout, schedule); `by_default` of their places says which are not slow."""
     return [
         pytest.param(name, *case, marks=() if by_default(i, place) else pytest.mark.slow)
-        for i, name in enumerate(CONFIGS)
+        for i, name in enumerate(ALL)
         for place, case in enumerate(LAYOUTS)
     ]
 
@@ -103,7 +115,7 @@ def test_a_layout_trains_as_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", ALL)
 def test_sliced_weights_train_as_one_process(ranks: RankPool, architecture: str) -> None:
     want = trained(ranks, config(architecture, (1, 1, 1), "1f1b"))[0]
     compare(trained(ranks, config(architecture, (2, 2, 1), "1f1b", zero=3)), want, LEAST.get(architecture, 0.0))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures.drawn import CONFIGS, drawn_config
+from support.architectures.drawn import CONFIGS, EXPERTS, drawn_config
 from support.architectures.parity import assert_parity
-from support.architectures.transformers_models import Widened, built, config_json, ours
+from support.architectures.transformers_models import Widened, built, config_json, in_files, ours
 
 from tpengine.architectures.registry import model_of
 
@@ -21,7 +21,7 @@ PROMPT, CONTINUED = 5, 32
 def cases(by_default: int) -> list[object]:
     return [
         pytest.param(name, seed, marks=() if seed < by_default else pytest.mark.slow)
-        for name in CONFIGS
+        for name in (*CONFIGS, *EXPERTS)
         for seed in range(20)
     ]
 
@@ -48,7 +48,7 @@ def test_a_greedy_continuation_is_that_of_transformers(architecture: str, seed: 
     options["use_cache"] = getattr(config, "sliding_window", None) != 1
     with Widened():
         found = theirs.generate(prompt, max_new_tokens=CONTINUED, **options)
-    net, got = ours(model, theirs.state_dict()), prompt[0]
+    net, got = ours(model, in_files(theirs, theirs.state_dict())), prompt[0]
     with torch.no_grad():
         for want in found.logits:
             logits = net(got, len(got))[-1, :256]

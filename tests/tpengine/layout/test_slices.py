@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +35,24 @@ def test_slices_begin_at_cache_lines_and_no_line_is_lost(numels: list[int], num_
     size, line = slice_numel(layout, num_slices), ALIGNMENT_BYTES // 4
     assert size % line == 0
     assert layout.numel <= num_slices * size < layout.numel + num_slices * line
+
+
+@given(st.tuples(*[st.integers(1, 9)] * 3), st.data())
+def test_boxes_of_stacked_matrices_are_the_run_of_elements(shape: tuple[int, int, int], data: st.DataObject) -> None:
+    """At most five: the parts of a matrix in front and behind are two each, and whole matrices one."""
+    numel = math.prod(shape)
+    begin = data.draw(st.integers(0, numel - 1))
+    end = data.draw(st.integers(begin + 1, numel))
+    whole = torch.arange(numel).view(shape)
+    boxes = list(boxes_of(shape, slice(begin, end)))
+    assert len(boxes) <= 5
+    place = 0
+    for box in boxes:
+        cut = whole[tuple(slice(o, o + s) for o, s in zip(box.offset, box.size, strict=True))]
+        assert tuple(cut.shape) == box.size and box.within.start == place
+        assert torch.equal(cut.flatten(), whole.view(-1)[begin:end][box.within])
+        place = box.within.stop
+    assert place == end - begin
 
 
 @given(st.tuples(st.integers(1, 9), st.integers(1, 9)) | st.tuples(st.integers(1, 50)), st.data())

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -276,8 +277,8 @@ def _again(question: Question, tp: int) -> tuple[Sequence[Any], Sequence[Any], S
 def _axes(question: Question) -> Iterator[tuple[int, int, int]]:
     model, num = question.base.model, question.num_ranks
     for tp in question.choices("tp", divisors(num)):
-        kv = model.num_kv_heads
-        if num % tp or model.num_heads % tp or any(of % tp for of in model.ffn_widths.values()) or (kv % tp and tp % kv):
+        kv, ffn = model.num_kv_heads, math.gcd(*model.ffn_widths.values())
+        if num % tp or model.num_heads % tp or ffn % tp or (kv % tp and tp % kv):
             continue
         for pp in question.choices("pp", divisors(num // tp)):
             if pp > model.num_layers or num // tp % pp:

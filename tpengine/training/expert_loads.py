@@ -1,0 +1,141 @@
+"""How even the experts of a step are used: tables that routers fill, their sum over ranks, biases that follow from it.
+
+    counts[layer, e]     tokens that chose expert e, of all micro-batches of all replicas: int64, summed exactly
+    loss += rate * mean over layers and micro-batches of layers.balance's loss              --train.balance loss
+    bias[e] += rate * sign(sum of counts / E - counts[e])                                   --train.balance bias
+
+CLIP sums the tables. It comes behind all computation of all ranks and before STEP, which the plan's verifier checks: so
+biases move when every count is in, once a step, and not in a step that is skipped. Counts are integers, and each
+micro-batch's loss has a place of its own to which others add zero bits: no sum depends on the layout.
+
+The loss is the step's, as that of the targets: it is in what is printed, judged and written; the held-out loss, which
+compares models, has none of it. A bias is a weight as others are, in checkpoints too, but no gradient reaches it.
+
+Of each layer with experts a row of metrics.jsonl has, of all tokens of the step,
+
+    expert_load/LAYER      tokens of its hottest expert over those of the mean one: 1 is even, E is all to one
+    expert_tokens/LAYER    tokens of its hottest expert
+
+and with the auxiliary loss `balance_loss`, its mean before the rate: k where all is even.
+
+Source of the bias: Wang et al., "Auxiliary-loss-free load balancing strategy for mixture-of-experts", arXiv 2408.15664.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from tpkernels.exchange.communicator import Communicator
+
+from tpengine.layers.balance import Balance
+from tpengine.layers.routing import Router
+from tpengine.layout.groups import moved_of
+from tpengine.layout.parameters import layers_of_experts
+from tpengine.training.train_state import TrainState
+
+
+class ExpertLoads:
+    """What the routers of a step have chosen, on this rank and then on all.
+
+    Args:
+        tables: handed to this rank's routers.
+        sums_over: the ranks whose tables are parts of one: replicas and stages.
+        biases: those that move, by the place of their layer.
+        rate: of the loss or of the biases.
+
+    Attributes:
+        tables: as given.
+        counts: int64 [layers, E], of all ranks, once CLIP has summed them.
+        losses: float64 [layers, micro-batches of all replicas], the same.
+    """
+
+    def __init__(
+        self, tables: Balance, sums_over: Sequence[Communicator], biases: dict[int, Parameter], rate: float
+    ) -> None:
+        self.tables, self._sums_over, self._biases, self._rate = tables, sums_over, biases, rate
+        self.counts = tables.counts.sum(1)
+        self.losses = tables.losses.clone()
+
+    @classmethod
+    def of(cls, state: TrainState) -> ExpertLoads | None:
+        """Hand tables to the routers of a state's model; None if it has no experts."""
+        config, mesh, model = state.part.config, state.rank.mesh, state.model
+        train, layers = config.train, layers_of_experts(config.model)
+        if not layers:
+            return None
+        num_own = train.num_micro_batches
+        tables = Balance(
+            layers,
+            config.model.details.num_experts,
+            config.model.details.router_scores,
+            model.position,
+            micro_batches=range(mesh.at.dp * num_own, (mesh.at.dp + 1) * num_own),
+            num_micro_batches=mesh.shape.dp * num_own,
+            has_loss=train.balance == "loss",
+            device=state.rank.device,
+        )
+        moved, biases = moved_of(config), {}
+        for number, block in model.layers.items():
+            for router in block.modules():
+                if isinstance(router, Router):
+                    router.balance = tables.of(int(number))
+        for name, weight in model.held.items():
+            if model.pieces[name].spec.name in moved:
+                biases[layers.index(int(name.split(".")[1]))] = weight
+        return cls(tables, (state.rank.comms.dp, state.rank.comms.pp), biases, train.balance_rate)
+
+    def begin(self, scale: float) -> None:
+        """Forget the step before.
+
+        Args:
+            scale: what the losses that backward starts from are multiplied by (TrainingBatch.scale).
+        """
+        self.tables.clear()
+        self.tables.scale = self._rate * scale / self.losses.numel() if self.tables.has_loss else 0.0
+
+    def sum_over_ranks(self) -> Tensor:
+        """Sum the tables of all ranks; collective over replicas and stages.
+
+        Returns: float64 [], what the auxiliary loss adds to the loss of the step; 0 without.
+        """
+        counts = self.tables.counts.sum(1, dtype=torch.int64)
+        # Bits of losses: all ranks but one add zeros to them.
+        numbers = torch.cat([counts.view(-1), self.tables.losses.view(torch.int64).view(-1)])
+        for ranks in self._sums_over:
+            ranks.all_reduce_(numbers)
+        self.counts = numbers[: counts.numel()].view_as(counts)
+        self.losses = numbers[counts.numel() :].view(torch.float64).view_as(self.losses)
+        return self._rate * self.losses.mean() if self.tables.has_loss else self.losses.new_zeros(())
+
+    @torch.no_grad()
+    def move_biases(self, skip: Tensor) -> None:
+        """Move the biases of this rank's layers by the counts of all ranks.
+
+        Args:
+            skip: float64 []: not zero if the step is skipped. The host does not wait to know it.
+        """
+        rate = torch.where(skip != 0, 0.0, self._rate)
+        for place, bias in self._biases.items():
+            counts = self.counts[place]
+            bias += rate.to(bias.dtype) * (counts.sum() - counts * len(counts)).sign()
+
+    def figures(self) -> Tensor:
+        """Return what `named` reads, float64 [1 + 2 layers]; equal on all ranks."""
+        hottest, mean = self.counts.amax(1).double(), self.counts.double().mean(1)
+        return torch.cat([self.losses.mean()[None], hottest / mean, hottest])
+
+    def named(self, figures: Sequence[float]) -> dict[str, float]:
+        """Return the figures by their names in metrics.jsonl."""
+        layers = self.tables.layers
+        loss = {"balance_loss": figures[0]} if self.tables.has_loss else {}
+        loads = {f"expert_load/{layer}": load for layer, load in zip(layers, figures[1:], strict=False)}
+        tokens = {f"expert_tokens/{layer}": int(num) for layer, num in zip(layers, figures[1 + len(layers) :], strict=True)}
+        return {**loss, **loads, **tokens}
+
+    def first_without_number(self) -> tuple[int, int] | None:
+        """Return (micro-batch, layer) of the first scores of the step that are no numbers; None if all are."""
+        places = (~self.losses.isfinite()).nonzero().tolist()
+        return min(((microbatch, self.tables.layers[place]) for place, microbatch in places), default=None)
