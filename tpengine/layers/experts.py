@@ -235,7 +235,6 @@ class MixtureOfExperts(nn.Module):
         hidden_size, ffn_size, num_experts: D, F of one expert, and E, global; F divisible by tp.
         rule: how many experts a token gets, and how they are chosen.
         comm, sink, dtype, device: as ColumnParallelLinear.
-        has_bias: as Router.
         shared_size: width of the network that every token goes through; 0 for none.
         shared_gated: whether its output is multiplied by a score of the token.
         has_bias: as Router.
@@ -262,7 +261,6 @@ class MixtureOfExperts(nn.Module):
         rule: ChoiceRule,
         comm: Communicator,
         *,
-        has_bias: bool = False,
         shared_size: int = 0,
         shared_gated: bool = False,
         has_bias: bool = False,
