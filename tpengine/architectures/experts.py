@@ -160,49 +160,125 @@ class Experts(Part):
         elements = self.rows(s) * s.hidden
         return Kernel("", Work(2 * elements, (elements + s.tokens * s.hidden) * s.item))
 
+    def reads_output_gradient(self) -> bool:
+        """Of shared experts without a gate; the chosen ones' outputs have gradients of their own, in sorted rows."""
+        return self.shared_size > 0 and not self.shared_gated
+
+    def deferred(self, s: Sizes) -> int:
+        """Return the gradients of router and gate, which need no second half, and where each expert's rows begin."""
+        gated = self.shared_size > 0 and self.shared_gated
+        return (self.num_experts + gated) * s.hidden * s.wide + self._offsets
+
+    def decided(self, s: Sizes) -> int:
+        """Return experts and weights of each token, the order of the rows and its inverse, counts and offsets."""
+        chosen = s.tokens * self.top_k * (s.wide + _INDEX_BYTES)
+        return chosen + 2 * self.rows(s) * _INDEX_BYTES + self.num_experts * _INDEX_BYTES + self._offsets
+
+    @property
+    def _offsets(self) -> int:
+        return (self.num_experts + 1) * _INDEX_BYTES
+
     def kept(self, s: Sizes) -> tuple[Kept, ...]:
-        """Return gathered tokens, choices, the experts' rows, gate, up and product, and outputs, by sorted row."""
-        rows, width = self.rows(s), self.width(s)
-        routed = s.tokens * (self.num_experts * s.wide + self.top_k * (s.wide + 2 * _INDEX_BYTES))
-        routing = f"T (E a + k (a + 8)) = {s.tokens} x ({self.num_experts} x {s.wide} + {self.top_k} x {s.wide + 8})"
-        around = f"2 T k D e = 2 x {rows} x {s.hidden} x {s.item}"
-        inside = f"3 T k F e = 3 x {rows} x {width} x {s.item}"
+        """Return all tokens, logits and choices, the experts' rows and outputs, their gate, up and product.
+
+        Tokens are gathered once, for router and experts, and stay with `gathered again` too. Rows are sorted by expert.
+        """
+        tokens, rows, width, num = s.tokens, self.rows(s), self.width(s), self.num_experts
+        routed = tokens * num * s.wide + self.decided(s) - num * _INDEX_BYTES
         kept = (
-            s.gathered_input(),
-            Kept("choices", routing, routed),
-            Kept("experts' rows and outputs", around, 2 * rows * s.hidden * s.item),
-            Kept("experts' gate, up, product", inside, 3 * rows * width * s.item),
+            Kept("its gathered rows", f"T D e = {tokens} x {s.hidden} x {s.item}", tokens * s.hidden * s.item),
+            Kept(
+                "logits and choices",
+                f"T (E a + k (a + 12)) = {tokens} x ({num} x {s.wide} + {self.top_k} x {s.wide + 12})",
+                routed,
+            ),
+            Kept(
+                "experts' rows and outputs",
+                f"2 T k D e = 2 x {rows} x {s.hidden} x {s.item}",
+                2 * rows * s.hidden * s.item,
+            ),
+            Kept(
+                "experts' gate, up, product", f"3 T k F e = 3 x {rows} x {width} x {s.item}", 3 * rows * width * s.item
+            ),
         )
-        if not self.shared_size:
-            return kept
         shared = self.shared_size // s.tp
-        sizes = f"3 T F e = 3 x {s.tokens} x {shared} x {s.item}"
-        return *kept, Kept("shared experts' gate, up, product", sizes, 3 * s.tokens * shared * s.item)
+        if not shared:
+            return kept
+        sizes = f"3 T F e = 3 x {tokens} x {shared} x {s.item}"
+        kept = *kept, Kept("shared experts' gate, up, product", sizes, 3 * tokens * shared * s.item)
+        if not self.shared_gated:
+            return kept
+        gated = tokens * (s.hidden * s.item + s.wide)
+        return *kept, Kept(
+            "their output and its gate", f"T (D e + a) = {tokens} x ({s.hidden} x {s.item} + {s.wide})", gated
+        )
 
     def forward_walk(self, s: Sizes, ledger: Ledger) -> None:
-        """Make what is kept, and the sum of a token's rows in the wider dtype."""
-        ledger.make(*(of.num_bytes for of in self.kept(s)))
-        ledger.briefly(s.tokens * s.hidden * (s.item + s.wide * s.is_narrow))
+        """Route, take rows, multiply, add each token's; then the shared experts."""
+        gathered, routed, around, inside, *shared = (of.num_bytes for of in self.kept(s))
+        tokens = s.tokens * s.hidden
+        ledger.make(gathered, routed)
+        ledger.briefly(s.widened(tokens + self.num_experts * s.hidden), 2 * s.tokens * self.num_experts * s.wide)
+        ledger.make(around, inside)
+        # The sum of each token's rows; on a CPU of rows in the wider dtype.
+        ledger.briefly(s.widened(self.rows(s) * s.hidden + tokens), tokens * s.item)
+        ledger.make(tokens * s.item, *shared)
+        ledger.briefly(tokens * s.item)
+        ledger.free(tokens * s.item)
 
     def backward(self, walk: BackwardWalk) -> None:
-        """Walk through the sum of rows, the second product, the middle, the first, and the router."""
+        """Walk through the shared experts, the sum of rows, the second product, the middle, the first, the router."""
         s, ledger = walk.s, walk.ledger
         gathered, routed, around, inside, *shared = (of.num_bytes for of in self.kept(s))
-        outputs, middle = around // 2, inside // 3
-        numel = self.num_experts * self.width(s) * s.hidden
-        # The gradient of the outputs, then of the product of gate and up.
-        ledger.make(outputs, middle)
-        walk.weight_gradient(numel, middle)
+        tokens, rows, middle = s.tokens * s.hidden * s.item, around // 2, inside // 3
+        of_expert = self.width(s) * s.hidden
+        # The gradient of all tokens' outputs, where it is gathered.
+        dy = (s.own_tokens < s.tokens) * tokens
+        ledger.make(dy)
+        if shared:
+            self._backward_shared(walk)
+        # Of the rows' outputs; of the product of gate and up, and of both.
+        ledger.make(rows)
         walk.output_gradient_used()
-        ledger.free(outputs)
-        ledger.make(2 * middle)
-        ledger.free(outputs, middle, 2 * middle)
-        # The gradient of the rows, and of the tokens.
-        ledger.make(outputs)
-        walk.weight_gradient(numel, outputs, 2 * middle)
-        ledger.free(outputs)
+        ledger.free(rows, dy)
+        ledger.make(3 * middle)
+        ledger.free(middle)
+        # Of the rows, in two terms, while all operands are there.
+        ledger.make(rows)
+        ledger.briefly(rows)
+        for operands in ((middle, rows), (), (2 * middle, rows)):
+            walk.weight_gradient(of_expert, *operands)
+        ledger.free(2 * middle)
+        # Of the tokens.
+        ledger.briefly(s.widened(self.rows(s) * s.hidden))
+        ledger.make(tokens)
+        ledger.free(rows)
+        # Of the router, and what it adds to theirs.
+        ledger.briefly(
+            2 * s.tokens * self.num_experts * s.wide,
+            tokens,
+            s.widened(s.tokens * s.hidden + self.num_experts * s.hidden),
+        )
+        if walk.defers:
+            ledger.make(self.num_experts * s.hidden * s.wide, self._offsets)
+        ledger.free(routed)
+        if not (walk.defers and shared):
+            ledger.free(gathered)
         ledger.make(s.x)
-        walk.weight_gradient(self.num_experts * s.hidden, gathered)
-        ledger.free(routed, *shared)
+        ledger.free(tokens * (1 + bool(shared)))
         walk.norm()
         ledger.free(s.residual_mask)
+
+    def _backward_shared(self, walk: BackwardWalk) -> None:
+        """Walk through the shared experts, to the gradient of their input."""
+        s, ledger = walk.s, walk.ledger
+        tokens, middle = s.tokens * s.hidden * s.item, s.tokens * self.shared_size // s.tp * s.item
+        numel = s.hidden * self.shared_size // s.tp
+        ledger.make(self.shared_gated * tokens, middle)
+        walk.weight_gradient(numel, middle, self.shared_gated * tokens)
+        ledger.make(2 * middle)
+        ledger.free(middle, 2 * middle)
+        ledger.make(tokens)
+        walk.weight_gradient(numel, 2 * middle)
+        ledger.free(self.shared_gated * (tokens + s.tokens * s.wide))
+        ledger.make(walk.defers * self.shared_gated * s.hidden * s.wide)

@@ -261,7 +261,12 @@ class Product:
         return of_one + Work(memory_bytes=others)
 
     def operands(self, s: Sizes) -> int:
-        """Return the bytes that its weight half needs: of x and of the gradient of y; one of both is gathered."""
+        """Return the bytes that its weight half needs: of x and of the gradient of y; one of both is gathered.
+
+        With several weights neither is: both are rows of its own.
+        """
+        if self.num_weights > 1:
+            return self.rows * (self.columns + self.inner) * s.item
         cut = self.columns if self.cut == "columns" else self.inner
         return s.gathered + (self.rows or s.tokens) * cut * s.item
 
@@ -454,6 +459,18 @@ class Part:
     def backward_operators(self, s: Sizes) -> tuple[Operator, ...]:
         """Return the operators of backward but for the two gradients of each product."""
         return ()
+
+    def reads_output_gradient(self) -> bool:
+        """Return whether its weight half needs the gradient of its output itself, gathered."""
+        return True
+
+    def deferred(self, s: Sizes) -> int:
+        """Return the bytes that its weight half needs beside the operands of its products and vectors' gradients."""
+        return 0
+
+    def decided(self, s: Sizes) -> int:
+        """Return the bytes of what is decided once, and kept where all else is computed again; part of `kept`."""
+        return 0
 
     def kept(self, s: Sizes) -> tuple[Kept, ...]:
         """Return what forward keeps beside what its norm does, the mask of the residual dropout apart."""

@@ -23,12 +23,15 @@ from tpengine.config import ModelConfig
 
 TABLE = {
     **qwen3.TABLE,
-    # Layers of one kind may be missing.
+    # Layers of one kind may be missing. Published models have no shared experts; models of one's own may.
     "layers.*.mlp.{gate,up}_proj": column.optional,
     "layers.*.mlp.down_proj": row.optional,
     "layers.*.mlp.gate": replicate.optional,
     "layers.*.mlp.experts.#.{gate,up}_proj": column.optional,
     "layers.*.mlp.experts.#.down_proj": row.optional,
+    "layers.*.mlp.shared_expert.{gate,up}_proj": column.optional,
+    "layers.*.mlp.shared_expert.down_proj": row.optional,
+    "layers.*.mlp.shared_expert_gate": replicate.optional,
 }
 
 

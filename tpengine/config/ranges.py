@@ -35,6 +35,8 @@ _ROPE_ASCENDING = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("
 MOST_LAYERS = 2**14
 # Of a pipeline rank; of a micro-batch; of a step.
 MOST_CHUNKS = 2**10
+# What the kernel that chooses them is written for.
+MOST_EXPERTS = 2**12
 MOST_SEQUENCES = 2**16
 MOST_BATCH = 2**32
 # Open bounds, written as the nearest closed bounds.
@@ -168,15 +170,20 @@ def _check_experts(model: ModelConfig) -> None:
     num, chosen, groups = details.num_experts, details.experts_per_token, details.expert_groups
     if not num:
         return
+    if num > MOST_EXPERTS:
+        raise ValueError(
+            f"a layer has at most {MOST_EXPERTS} experts: num_experts {num}: use num_experts {MOST_EXPERTS} or fewer"
+        )
     if not 1 <= chosen <= num:
         raise ValueError(
             f"a token chooses 1 to num_experts experts: experts_per_token {chosen}, num_experts {num}: use "
             f"experts_per_token {min(max(chosen, 1), num)}"
         )
-    if groups < 1 or num % groups:
+    if groups < 1 or num % groups or num == groups > 1:
+        legal = [of for of in divisors(num) if of == 1 or of < num]
         raise ValueError(
-            f"groups of experts must divide them: expert_groups {groups}, num_experts {num}: use "
-            f"{nearest_of('expert_groups', groups, divisors(num))}"
+            f"groups of experts must divide them, two at least in each: expert_groups {groups}, num_experts {num}: use "
+            f"{nearest_of('expert_groups', groups, legal)}"
         )
     if not 1 <= details.groups_per_token <= groups or details.groups_per_token * (num // groups) < chosen:
         least = -(-chosen // (num // groups))

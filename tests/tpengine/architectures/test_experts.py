@@ -208,7 +208,9 @@ def test_numbers_of_experts_come_back_from_toml_and_a_dense_model_has_none(tmp_p
     [
         (dict(experts_per_token=9), "experts_per_token 9, num_experts 8: use experts_per_token 8"),
         (dict(expert_groups=3), "expert_groups 3, num_experts 8: use expert_groups 2 or 4"),
-        (dict(expert_groups=8, groups_per_token=1), "use groups_per_token 2 to 8"),
+        (dict(expert_groups=8, groups_per_token=4), "expert_groups 8, num_experts 8: use expert_groups 4"),
+        (dict(expert_groups=4, experts_per_token=3), "use groups_per_token 2 to 4"),
+        (dict(num_experts=5000), "num_experts 5000: use num_experts 4096 or fewer"),
         (dict(expert_ffn_size=0), "expert_ffn_size 0"),
         (dict(expert_ffn_size=190), "expert_ffn_size must be divisible by tp: expert_ffn_size 190, tp 4"),
         (dict(shared_expert_size=6), "shared_expert_size must be divisible by tp: shared_expert_size 6, tp 4"),

@@ -88,14 +88,19 @@ class BlockBytes:
             return 0
         match recompute:
             case Recompute.BLOCK:
-                return x
+                return x + self.decided
             case Recompute.FULL:
-                return 0
+                return self.decided
         # The sum before a half is the block's input, or a tensor of its own.
         return sum(
             x * self.keeps_input(place, recompute) + (0 if self.is_again(place, recompute) else self.half(place))
             for place in range(len(self.halves))
         )
+
+    @property
+    def decided(self) -> int:
+        """What its parts decide once, and keep also where they are computed again."""
+        return sum(half.part.decided(self.s) for half in self.halves)
 
     def is_again(self, place: int, recompute: Recompute) -> bool:
         """Return whether a half alone is computed again."""
@@ -120,6 +125,7 @@ class BlockBytes:
         """
         s = self.s
         has_all = (s.own_tokens == s.tokens or not s.keeps_gathered) and (not self.trained or self.trained[-1][-1])
+        has_all = has_all and self.halves[-1].part.reads_output_gradient()
         return s.x if has_all and not s.residual_mask and not self.halves[-1].changes_output else 0
 
     @property
@@ -132,7 +138,8 @@ class BlockBytes:
     @property
     def all_deferred(self) -> int:
         """What it would need if nothing were frozen."""
-        return sum(product.operands(self.s) for product in self._products()) + self.vectors * self.s.wide
+        own = sum(half.part.deferred(self.s) for half in self.halves)
+        return own + sum(product.operands(self.s) for product in self._products()) + self.vectors * self.s.wide
 
     def _products(self) -> list[Product]:
         return [product for half in self.halves for product in half.part.products(self.s)]
@@ -164,6 +171,7 @@ def forward_block(block: BlockBytes, ledger: Ledger, recompute: Recompute, *, in
             ledger.free(x * (place > 0 or not input_in_slot))
         if whole or (not is_kept and half.part.is_computed_again):
             ledger.free(block.half(place), (place > 0) * whole * x)
+            ledger.make(half.part.decided(block.s))
 
 
 def _forward_half(block: BlockBytes, place: int, ledger: Ledger) -> None:
@@ -225,7 +233,7 @@ def backward_block(
     s, last = block.s, len(block.halves) - 1
     if recompute is Recompute.BLOCK:
         forward_block(block, ledger, Recompute.NONE, input_in_slot=input_in_slot)
-        ledger.free(s.x)
+        ledger.free(s.x, block.decided)
     for place in range(last, -1, -1):
         half = block.halves[place]
         if recompute is Recompute.ATTENTION and half.part.is_computed_again:
@@ -242,14 +250,14 @@ def backward_block(
             keeps = defers and place == last and block.output_gradient > 0
             if place == last and not gradient_in_slot and not keeps:
                 ledger.free(s.x)
-            if defers and not keeps:
+            if defers and not keeps and half.part.reads_output_gradient():
                 ledger.make(s.gathered)
     if defers:
         # Biases, norms of heads and of outputs; the input's gradient is the sum of two; one of them is an operand of
         # the weight half.
         of_inputs = sum(half.norm.num_vectors(s) for half in block.halves)
         ledger.make((block.vectors - of_inputs) * s.wide)
-        ledger.make(s.gathered)
+        ledger.make(block.halves[0].part.reads_output_gradient() * s.gathered)
         # What frozen weights do not need went when it had been used: here at the latest.
         ledger.free(block.all_deferred - block.deferred)
     ledger.free(s.x)
@@ -350,7 +358,7 @@ class ChunkWalks:
         kept += (self.has_input and not self.keeps_first) * s.x
         saved = sum(of.saved(self.chunk.recompute) for of in self.blocks) + kept
         if self.chunk.recompute is Recompute.FULL:
-            saved = self.has_input * s.x
+            saved = self.has_input * s.x + sum(of.saved(Recompute.FULL) for of in self.blocks)
         deferred = sum(of.deferred for of in self.blocks)
         deferred += self.looks_up * ends.deferred_first(s) + self.is_last * self._deferred_last()
         deferred -= s.x * bool(self.in_slot and self.blocks and self.keeps_first and self.blocks[0].reads_input(0))
@@ -393,7 +401,7 @@ class ChunkWalks:
         s, recompute, held = self.s, self.chunk.recompute, Ledger(saved)
         if recompute is Recompute.FULL:
             # The whole chunk once more, from its input, which has been saved; its output is forgotten.
-            again, kept = self.forward(Recompute.NONE), self.has_input * s.x
+            again, kept = self.forward(Recompute.NONE), saved
             held.briefly(again.most - kept)
             held.make(again.now - kept - (0 if self.is_last else s.x))
         held.make(self.has_gradient * s.x)
@@ -421,5 +429,10 @@ class ChunkWalks:
         """Return the bytes of the largest weight's gradient on its way into the buffer."""
         s, layers = self.s, range(*self.chunk.layers)
         specs = [spec for layer in layers for spec in layer_specs(s.model, s.tp, layer) if spec.is_matrix]
-        sizes = [spec.local_numel(s.tp) for spec in specs if spec.name not in self.frozen]
+        # Stacked matrices get theirs one by one.
+        sizes = [
+            spec.local_numel(s.tp) // (spec.shape[0] if len(spec.shape) > 2 else 1)
+            for spec in specs
+            if spec.name not in self.frozen
+        ]
         return s.weight_gradient(max([*sizes, self.is_last * s.hidden * s.vocab], default=0))

@@ -156,11 +156,13 @@ class Operators:
             kind: forward, input_gradient or weight_gradient.
         """
         rows, num, cut = product.rows or self.size.tokens, max(1, self.shards), product.cut
+        batch = product.num_weights
+        rows = -(-rows // batch)
         if num == 1:
-            return self._matmul(rows, product.columns, product.inner, exchanges, kind)
+            return self._matmul(rows, product.columns, product.inner, exchanges, kind, batch)
         columns = -(-product.columns // num) if cut == "columns" else product.columns
         inner = -(-product.inner // num) if cut == "inner" else product.inner
-        once = self._matmul(rows, columns, inner, 0, kind)
+        once = self._matmul(rows, columns, inner, 0, kind, batch)
         return once * num + OperatorSum(exchanges=exchanges * self.exchange_seconds)
 
     def tree(self) -> OperatorSum:
@@ -198,9 +200,10 @@ class Operators:
         work = Work(elements, 3 * elements * self.size.item)
         return self.others(work, name="add") if self.knows_additions else OperatorSum()
 
-    def _matmul(self, rows: int, columns: int, inner: int, exchanges: int, kind: str) -> OperatorSum:
-        of = f"prepared_{kind}" if self.prepares and kind != "weight_gradient" else kind
-        seconds = self.machine.product_seconds(rows, columns, inner, self.size.item, self.dtype, kind=of)
+    def _matmul(self, rows: int, columns: int, inner: int, exchanges: int, kind: str, batch: int = 1) -> OperatorSum:
+        # The weights of several are read as they lie.
+        of = f"prepared_{kind}" if self.prepares and kind != "weight_gradient" and batch == 1 else kind
+        seconds = self.machine.product_seconds(rows, columns, inner, self.size.item, self.dtype, batch=batch, kind=of)
         return self._with_exchanges(seconds, exchanges)
 
     def _with_exchanges(self, seconds: float, exchanges: int) -> OperatorSum:

@@ -76,6 +76,9 @@ class KeepingSink:
     def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
         self.tensors += [rows, grad]
 
+    def grouped_weight_grad(self, param: Parameter, dy: Tensor, x: Tensor, offsets: Tensor) -> None:
+        self.tensors += [dy, x, offsets]
+
 
 def plan_of(config: Config, layers: tuple[int, int], is_local: bool, **choices: Any) -> tuple[Plan, int]:
     """A plan of chunks on a rank each, or all on one, and the number of the chunk of these layers in it."""
@@ -166,6 +169,7 @@ def config_of(dtype: str, batch: int, seq: int, **model: Any) -> Config:
     return Config(model=replace(SMALL, **model), train=train)
 
 
+EXPERTS = ModelDetails(num_experts=6, experts_per_token=2, expert_ffn_size=20)
 MODELS: list[dict[str, Any]] = [
     {},
     {"num_kv_heads": 2},
@@ -202,6 +206,10 @@ MODELS: list[dict[str, Any]] = [
             rope=RopeScaling("longrope", 2.0, 4, short_factor=(1.0,), long_factor=(2.0,), partial_rotary_factor=0.34)
         ),
     },
+    {"architecture": "qwen3_moe", "num_kv_heads": 2, "details": replace(EXPERTS, has_experts=(True, False, True))},
+    {"architecture": "mixtral", "residual_dropout": 0.5, "details": replace(EXPERTS, router_scores="sigmoid")},
+    {"architecture": "qwen3_moe", "details": replace(EXPERTS, shared_expert_size=28)},
+    {"architecture": "qwen3_moe", "details": replace(EXPERTS, shared_expert_size=28, gates_shared_expert=True)},
 ]
 
 
