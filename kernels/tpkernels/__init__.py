@@ -67,6 +67,9 @@ _HOME = {
     "matmul_reduce_scatter": "fused.matmul_reduce_scatter",
     "matmul_all_reduce": "fused.matmul_all_reduce",
     "wgrad_": "ops.matmul.wgrad",
+    "grouped_matmul": "ops.experts.grouped",
+    "grouped_swiglu": "ops.experts.grouped_swiglu",
+    "grouped_wgrad_": "ops.experts.grouped",
 }
 
 __all__ = sorted(_HOME)
