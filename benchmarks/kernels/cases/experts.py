@@ -16,20 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels.cases.cases import (
-    Case,
-    Contestant,
-    Direction,
-    Draw,
-    Shape,
-    against_torch,
-    by_liger,
-)
+from benchmarks.kernels.cases.cases import Case, Contestant, Direction, Draw, Shape, against_torch, by_liger
 
 
 def experts(shape: Shape) -> Sequence[Case]:
     """Grouped products forward, with SwiGLU, of dy, into weight gradients; and from tokens to tokens."""
-    from tpkernels.ops.experts.grouped import grouped_matmul, grouped_swiglu, grouped_wgrad_
+    from tpkernels.ops.experts.grouped import grouped_matmul, grouped_wgrad_
+    from tpkernels.ops.experts.grouped_swiglu import grouped_swiglu
 
     model, rows = shape.model, shape.seq * shape.model.top_k
     num, d, f = model.num_experts, model.hidden, model.expert_width
@@ -68,9 +61,8 @@ def experts(shape: Shape) -> Sequence[Case]:
     def gradient_by_torch(dy: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
         return F.grouped_mm(dy, w, offs=offsets[1:])
 
-    def swiglu_by_torch(x: Tensor, w_gate: Tensor, w_up: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
-        g, u = by_torch(x, w_gate, offsets), by_torch(x, w_up, offsets)
-        return F.silu(g) * u, g, u
+    def swiglu_by_torch(x: Tensor, w_gate: Tensor, w_up: Tensor, offsets: Tensor) -> Tensor:
+        return F.silu(by_torch(x, w_gate, offsets)) * by_torch(x, w_up, offsets)
 
     def wgrad_by_torch(buffer: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
         return buffer.add_(F.grouped_mm(dy.T, x, offs=offsets[1:]))
@@ -107,7 +99,8 @@ def experts(shape: Shape) -> Sequence[Case]:
 
 def _whole(shape: Shape, sizes: Mapping[str, int]) -> Case:
     """Return the case of experts from tokens to tokens, with every gradient."""
-    from tpkernels.ops.experts.grouped import grouped_matmul, grouped_swiglu
+    from tpkernels.ops.experts.grouped import grouped_matmul
+    from tpkernels.ops.experts.grouped_swiglu import grouped_swiglu
     from tpkernels.ops.experts.order import sort_by_expert
     from tpkernels.ops.experts.rows import combine_rows, take_rows
 
@@ -126,7 +119,7 @@ def _whole(shape: Shape, sizes: Mapping[str, int]) -> Case:
     def ours(x: Tensor, w_gate_up: Tensor, w_down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         order, offsets = sort_by_expert(chosen, num)
         gate, up = w_gate_up.chunk(2, 1)
-        h, _, _ = grouped_swiglu(take_rows(x, order, top_k), gate, up, offsets)
+        h = grouped_swiglu(take_rows(x, order, top_k), gate, up, offsets)
         return combine_rows(grouped_matmul(h, w_down, offsets), order, weights)
 
     def plain(x: Tensor, w_gate_up: Tensor, w_down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -172,9 +165,8 @@ def _products(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def _swiglu(x: Tensor, w_gate: Tensor, w_up: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
-    g, u = _products(x, w_gate, offsets), _products(x, w_up, offsets)
-    return F.silu(g) * u, g, u
+def _swiglu(x: Tensor, w_gate: Tensor, w_up: Tensor, offsets: Tensor) -> Tensor:
+    return F.silu(_products(x, w_gate, offsets)) * _products(x, w_up, offsets)
 
 
 def _wgrads(buffer: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
