@@ -26,7 +26,8 @@ from tpengine.plan import Gathered
 Shapes = Mapping[str, tuple[int, ...]]
 
 # An axis of the mesh over which each rank's gradient is only a part of the sum; of several dp stands first.
-Axis = Literal["dp", "tp", "replica"]
+# "edp" are the ranks of a stage that hold the same experts, where these are not those of dp (parallel.ep above tp).
+Axis = Literal["dp", "tp", "replica", "edp"]
 
 
 # What a memory sheet calls the mask of a dropout, of 1 byte per element.
@@ -100,6 +101,7 @@ class Sizes:
         has_documents: whether documents are packed, which do not see each other.
         packed: their lengths, where they are known.
         load: factor of what this rank gets beside an equal share, known at run time only; 1 is an equal share.
+        ep: number of ranks that share out whole experts; with 1 each expert is cut over tp.
     """
 
     model: ModelConfig
@@ -114,6 +116,7 @@ class Sizes:
     has_documents: bool
     packed: Packed | None = None
     load: float = 1.0
+    ep: int = 1
 
     @classmethod
     def of(
@@ -141,6 +144,7 @@ class Sizes:
             has_documents=config.data.packing != "cut",
             packed=packed,
             load=load,
+            ep=config.parallel.ep,
         )
 
     @property
@@ -246,6 +250,7 @@ class Product:
         cut: which of both the ranks share, and in exact mode a rank's shards. With "inner" y is a partial sum.
         rows: tokens; 0 for those of the micro-batch.
         num_weights: of which each row meets one: with E experts as many products, of rows / E rows in the mean.
+        exchanged: False where its part exchanges by itself what it reads and makes (Exchange).
     """
 
     columns: int
@@ -253,6 +258,7 @@ class Product:
     cut: Literal["columns", "inner"]
     rows: int = 0
     num_weights: int = 1
+    exchanged: bool = True
 
     def work(self, s: Sizes) -> Work:
         """Return the work of forward, and of either gradient."""
@@ -293,12 +299,13 @@ class Exchange:
     """Bytes that ranks exchange inside forward or backward, and that no operator hides.
 
     Attributes:
-        num_bytes: of the whole tensor, of all ranks together.
-        over: the axes of those ranks.
+        num_bytes: of the whole tensor, of all ranks together; of rows that travel to ranks that share experts, what one
+            rank sends, with the part that stays.
+        over: the axes of those ranks; "ep" are those that share experts.
     """
 
     num_bytes: int
-    over: tuple[Axis, ...] = ("tp",)
+    over: tuple[Axis | Literal["ep"], ...] = ("tp",)
 
     def work(self, num_ranks: int) -> Work:
         """Return what one rank of so many sends."""
@@ -412,6 +419,10 @@ class Part:
     def has_gradient(self, name: str) -> bool:
         """Return whether a parameter has a gradient: one without is moved by something else, if at all."""
         return True
+
+    def counts_experts(self, name: str) -> bool:
+        """Return whether a parameter's first dim counts experts, whole ones of which ranks share out (parallel.ep)."""
+        return False
 
     def first_value(self, name: str) -> float:
         """Return what all elements of a vector begin with."""

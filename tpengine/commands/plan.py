@@ -146,6 +146,7 @@ def layout_asked(question: Question) -> Candidate:
         gathered=fixed.get("gathered", kept.gathered),
         tp_comm=fixed.get("tp_comm", kept.tp_comm),
         bucket_bytes=fixed.get("bucket_bytes", 0),
+        ep=fixed.get("ep", kept.ep),
     )
 
 

@@ -318,6 +318,9 @@ def add_fixed_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for axis in ("tp", "pp", "dp"):
         fixed.add_argument(f"--{axis}", type=_numbers(1, MOST_RANKS), metavar="N", help=f"size of the axis {axis}")
+    fixed.add_argument(
+        "--ep", type=_numbers(1, MOST_RANKS), metavar="N", help="ranks of a stage that share experts; 1 cuts each over tp"
+    )
     fixed.add_argument("--zero", type=_numbers(0, 3), metavar="0..3", help="what replicas shard")
     fixed.add_argument(
         "--residency", type=_words([each.value for each in Residency]), metavar="WHICH", help="of weights at zero 3"

@@ -277,8 +277,8 @@ class _Search:
     def _expand(self, shape: tuple[int, int, int, int]) -> None:
         """Put what shares these sizes into the heap, those that compute alike as one entry."""
         tp, pp, dp, size = shape
-        for recompute, gathered, comm in alike(self.question, tp):
-            key: Key = (tp, size, recompute, gathered, comm)
+        for again in alike(self.question, tp, dp):
+            key: Key = (tp, size, *again)
             bound = self.bounds.group_seconds(pp, dp, key)
             self._push(bound, shape[:3], lambda key=key, bound=bound: self._expand_group(shape, key, bound))  # type: ignore[misc]
 
