@@ -38,6 +38,7 @@ from tpengine.config import (
     validate_run,
 )
 from tpengine.config.ranges import divisors
+from tpengine.config.rules import legal_ep
 from tpengine.config.settings import share_held_out
 from tpengine.config.toml import load_toml
 from tpengine.plan import SCHEDULES
@@ -108,11 +109,11 @@ def has_begun(run_dir: str) -> bool:
 def without_layout(base: Config) -> Config:
     """Return the base for the command-line flags of a continued run, so that a size given by a flag can be recognised.
 
-    The number of micro-batches becomes 0 and an open optim.decay_steps -1; no flag may give these values.
+    The number of micro-batches and ep become 0, and an open optim.decay_steps -1; no flag may give these values.
     """
     return replace(
         base,
-        parallel=replace(base.parallel, tp=None, pp=None, dp=None),
+        parallel=replace(base.parallel, tp=None, pp=None, dp=None, ep=0),
         train=replace(base.train, num_micro_batches=0),
         optim=replace(base.optim, decay_steps=base.optim.decay_steps or -1),
     )
@@ -141,7 +142,9 @@ def continued_config(saved: Config, wanted: Config, world_size: int, base: Paral
     wanted = replace(wanted, train=_evaluated_alike(wanted.train, saved.train))
     given = flags
     if base is not None:
-        given = replace(flags, tp=flags.tp or base.tp, pp=flags.pp or base.pp, dp=flags.dp or base.dp)
+        given = replace(
+            flags, tp=flags.tp or base.tp, pp=flags.pp or base.pp, dp=flags.dp or base.dp, ep=flags.ep or base.ep
+        )
     layouts = _layouts(given, saved, world_size) + _layouts(flags, saved, world_size)
     if not layouts:
         return replace(wanted, parallel=resolve_layout(flags, world_size))  # raises, and says which sizes would do
@@ -156,7 +159,7 @@ def continued_config(saved: Config, wanted: Config, world_size: int, base: Paral
             f"--parallel.dp {nearest}, or, in fast mode without dropout, another --train.micro-batch-size and "
             "--train.num-micro-batches of the same product with dp"
         )
-    continued = [_laid_out(wanted, layout, in_all) for layout in dividing]
+    continued = [_laid_out(wanted, layout, in_all, saved.parallel.ep) for layout in dividing]
     # If none is legal, validating the nearest reports why.
     return next((config for config in continued if _is_legal(config, world_size)), continued[0])
 
@@ -200,9 +203,14 @@ def _micro_batches_in_all(saved: Config, wanted: TrainConfig) -> int:
     return saved.train.num_micro_batches * (saved.parallel.dp or 1) if rest else number
 
 
-def _laid_out(wanted: Config, layout: ParallelConfig, in_all: int) -> Config:
+def _laid_out(wanted: Config, layout: ParallelConfig, in_all: int, saved_ep: int) -> Config:
     num_micro_batches = wanted.train.num_micro_batches or in_all // (layout.dp or 1)
-    return replace(wanted, parallel=layout, train=replace(wanted.train, num_micro_batches=num_micro_batches))
+    train = replace(wanted.train, num_micro_batches=num_micro_batches)
+    config = replace(wanted, parallel=layout, train=train)
+    if layout.ep:
+        return config
+    nearest = min(legal_ep(config), key=lambda ep: abs(math.log(ep / saved_ep)))
+    return replace(config, parallel=replace(layout, ep=nearest))
 
 
 def _is_legal(config: Config, world_size: int) -> bool:

@@ -55,6 +55,7 @@ RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType
         "model.residual_dropout": (0, _BELOW_ONE),
         "model.attention_dropout": (0, _BELOW_ONE),
         "model.mlp_dropout": (0, _BELOW_ONE),
+        "parallel.ep": (1, 2**24),
         "parallel.chunks_per_rank": (1, MOST_CHUNKS),
         "parallel.bucket_bytes": (1, 2**62),
         "parallel.memory_limit": (0, 2**62),

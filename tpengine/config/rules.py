@@ -344,7 +344,8 @@ def _check_layout(config: Config) -> None:
             f"{other if is_open else ''}"
         )
     for name, width in model.ffn_widths.items():
-        if width % tp:
+        # Ranks that share experts hold whole ones.
+        if width % tp and (name != "expert_ffn_size" or config.parallel.ep == 1):
             other = f", or {nearest_multiples(name, width, tp)}"
             raise ValueError(
                 f"{name} must be divisible by tp: {name} {width}, tp {tp}: use "
@@ -368,9 +369,42 @@ def _check_layout(config: Config) -> None:
             f"a step has at most {_MOST_MICRO_BATCHES} micro-batches: num_micro_batches {train.num_micro_batches} * dp "
             f"{dp}: use num_micro_batches {_MOST_MICRO_BATCHES // dp} or fewer"
         )
+    _check_experts(config)
     _check_residency(config.parallel)
     if train.reduction == "exact":
         _check_exact(config, tp, dp)
+
+
+def legal_ep(config: Config) -> list[int]:
+    """Return the values of parallel.ep that a configuration may have whose tp and dp are resolved, ascending."""
+    parallel, num_experts = config.parallel, config.model.details.num_experts
+    assert parallel.tp and parallel.dp, "resolve the layout first: config.resolve_layout"
+    if not num_experts or config.train.reduction == "exact":
+        return [1]
+    shared = [parallel.tp * number for number in divisors(parallel.dp)]
+    return sorted({1, *(ep for ep in shared if num_experts % ep == 0)})
+
+
+def _check_experts(config: Config) -> None:
+    tp, dp, ep = config.parallel.tp, config.parallel.dp, config.parallel.ep
+    num_experts = config.model.details.num_experts
+    assert tp is not None and dp is not None
+    legal = legal_ep(config)
+    if ep in legal:
+        return
+    if not num_experts:
+        raise ValueError(f"ep shares out the experts of a model: ep {ep}, and this model has none: use ep 1")
+    if config.train.reduction == "exact":
+        raise ValueError(
+            f"with train.reduction exact every expert is cut over tp, and ep is 1: ep {ep}: use ep 1, or "
+            "train.reduction fast"
+        )
+    remedy = f"use {nearest_of('ep', ep, legal)}"
+    if num_experts % ep:
+        raise ValueError(f"num_experts must be divisible by ep: num_experts {num_experts}, ep {ep}: {remedy}")
+    if tp * dp % ep:
+        raise ValueError(f"ep must divide the tp * dp ranks of a stage: ep {ep}, tp {tp} * dp {dp}: {remedy}")
+    raise ValueError(f"ep must be tp, or tp times a divisor of dp: ep {ep}, tp {tp}, dp {dp}: {remedy}")
 
 
 def zero_in_words(parallel: ParallelConfig) -> str:

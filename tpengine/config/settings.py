@@ -209,6 +209,9 @@ class ParallelConfig:
     """Pipeline stages."""
     dp: int | None = None
     """Data-parallel replicas."""
+    ep: int = 1
+    """Neighbouring ranks of a stage that share a model's experts, each holding as many whole ones: tp, or tp times a
+    divisor of dp. With 1 every expert is cut over tp, as any other matrix is."""
     schedule: str = "1f1b"
     """Order of forward and backward passes in the pipeline: gpipe, 1f1b, interleaved, zb-h1, zbv, or the path of a text
     file with one of your own."""

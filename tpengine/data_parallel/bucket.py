@@ -46,8 +46,8 @@ class FlatBucket:
             count is summed along with the gradients.
 
     Attributes:
-        axes: the axes of the mesh over which it is reduced: all of its layout's, or dp alone if it is cut. What a
-            slice lacks then is summed over the other axes by its user, of the slice alone.
+        axes: the axes of the mesh over which it is reduced: all of its layout's, or if it is cut the first alone, of
+            the replicas. What a slice lacks then is summed over the other axes by its user, of the slice alone.
         flat: [n], the whole.
         sums: the part of `flat` that holds tensors.
         usage: the counts behind it; empty without `counts_usage`.
@@ -76,7 +76,7 @@ class FlatBucket:
     ) -> None:
         assert cut is not None or not is_transient, "what is not cut keeps its memory"
         self.layout, self.comm, self.cut, self.is_transient = layout, comm, cut, is_transient
-        self.axes: tuple[Axis, ...] = layout.reduce_over if cut is None else ("dp",)
+        self.axes: tuple[Axis, ...] = layout.reduce_over if cut is None else layout.reduce_over[:1]
         members = [shaped[name] for name in layout.names]
         num_counts = len(members) if counts_usage else 0
         self.flat = torch.zeros(

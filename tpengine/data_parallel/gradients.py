@@ -113,7 +113,7 @@ def fast_step_gradients(
 
     Cut, a bucket is summed over the replicas while backward runs, and each keeps a slice. What other ranks of the
     replica have a share of, norms on all tp ranks and KV heads on several, is added when all micro-batches are in: of
-    the slices alone.
+    the slices alone. Experts that no other rank holds have nobody to share with: their buckets stay whole.
 
     Args:
         layouts: buckets by index.
@@ -127,11 +127,12 @@ def fast_step_gradients(
     """
     made: dict[int, FlatBucket] = {}
     for index, layout in layouts.items():
-        cut = BucketCut(layout, comms.dp.size) if is_cut else None
-        comm = comms.dp if is_cut else comms.over(layout.reduce_over)
-        made[index] = FlatBucket(layout, held, comm, dtype, device, cut=cut, is_transient=each)
+        replicas = comms.over(layout.reduce_over[:1])
+        cut = BucketCut(layout, replicas.size) if is_cut and replicas.size > 1 else None
+        comm = comms.over(layout.reduce_over) if cut is None else replicas
+        made[index] = FlatBucket(layout, held, comm, dtype, device, cut=cut, is_transient=each and cut is not None)
         # Before the next one is made: whole buffers never exist at once.
-        if each:
+        if made[index].is_transient:
             made[index].free()
     buckets = GradientBuckets(made, {EMBEDDING: 2} if tied_ends else {})
     packs = {tuple(held[name] for name in names): matrix for names, matrix in buckets.packs.items()}
@@ -147,7 +148,8 @@ def fast_step_gradients(
         for name, own in bucket.own_views.items():
             if axes := _without(pieces[name].spec.reduce_over, bucket.layout.reduce_over):
                 later.setdefault(axes, []).append(own)
-    terms = {name: [own] for bucket in made.values() for name, own in bucket.own_views.items()}
+    summed = [bucket.views if bucket.cut is None else bucket.own_views for bucket in made.values()]
+    terms = {name: [gradient] for views in summed for name, gradient in views.items()}
     return StepGradients(buckets, terms, kept, _shared(later, comms))
 
 

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.pending import Work
 
+from tpengine.architectures.part import Axis
 from tpengine.data_parallel.bucket import FlatBucket
 from tpengine.layers.prepared_weights import lies_at
 from tpengine.layout.slices import BucketCut, SlicePart
@@ -32,7 +33,7 @@ class WeightBuckets:
         cuts: which parameters lie in each bucket, and how it is cut, by bucket index.
         held: the parameters, by name; from now on they are views of the buckets, and dense. All of a bucket are of one
             dtype and device.
-        comm: the replicas.
+        comms: the replicas that own slices, by bucket index.
         kept: indices of buckets that are always whole (Weights.UPDATED); the others are SLICED.
 
     Attributes:
@@ -47,7 +48,11 @@ class WeightBuckets:
     """
 
     def __init__(
-        self, cuts: Mapping[int, BucketCut], held: Mapping[str, Parameter], comm: Communicator, kept: Collection[int]
+        self,
+        cuts: Mapping[int, BucketCut],
+        held: Mapping[str, Parameter],
+        comms: Mapping[int, Communicator],
+        kept: Collection[int],
     ) -> None:
         self._held = held
         self._buckets: dict[int, FlatBucket] = {}
@@ -58,7 +63,7 @@ class WeightBuckets:
         self.parts: dict[str, SlicePart] = {}
         self.places: dict[str, Tensor] = {}
         for index, cut in cuts.items():
-            bucket = FlatBucket(cut.layout, held, comm, cut=cut, is_transient=index not in kept)
+            bucket = FlatBucket(cut.layout, held, comms[index], cut=cut, is_transient=index not in kept)
             for name, place in bucket.views.items():
                 place.copy_(held[name].detach())
                 # Without a common count of writes: a gather is none that autograd should see.
@@ -70,6 +75,10 @@ class WeightBuckets:
             self.of |= bucket.own_views
             self.parts |= bucket.parts
             self.places |= bucket.views
+
+    def axes(self, index: int) -> tuple[Axis, ...]:
+        """Return the axes of the ranks that a bucket is gathered from."""
+        return self._buckets[index].axes
 
     def moved(self, names: Iterable[str] | None = None) -> list[str]:
         """Return which of the parameters `names`, or of all, somebody else has moved."""

@@ -4,11 +4,14 @@ Rank arithmetic is pure. Process groups are made in one function, `build_mesh`, 
 is passed as an argument to what needs it; it is never global.
 
 The decision a reader will question: torch's DeviceMesh does not make the groups, because it has every rank call
-new_group for every group of an axis, 3,300 times for 2,048 ranks. Here a rank makes its own groups only, at most seven.
+new_group for every group of an axis, 3,300 times for 2,048 ranks. Here a rank makes its own groups only, at most nine.
 
 Besides the three axes, gradients are summed over joined axes: dp x tp (norm weights, which every tp rank holds whole)
 and dp x replica (K and V weights with fewer KV heads than tp, where tp is split into (kv, replica)). Each joined axis
 is one group, so that one collective computes the sum.
+
+Attention and experts are two factorisations of the ranks of a stage: dp x tp, and edp x ep, each with neighbours as its
+inner axis (parallel.ep). Rank j of an ep group holds the j-th part of the experts; those of edp hold the same ones.
 
 `Communicators` are the mesh's groups as the engine uses them; some exchange through shared memory.
 """
@@ -49,17 +52,21 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the axes, and the rank arithmetic: rank = (pp_index * dp + dp_index) * tp + tp_index."""
+    """Sizes of the axes, and the rank arithmetic: rank = (pp_index * dp + dp_index) * tp + tp_index.
+
+    With ep that is (pp_index * edp + edp_index) * ep + ep_index too, where edp = dp * tp / ep.
+    """
 
     pp: int
     dp: int
     tp: int
+    ep: int = 1
 
     @classmethod
     def of(cls, parallel: ParallelConfig) -> Shape:
         """Return the shape of a resolved layout (tp, pp and dp all set)."""
         assert parallel.pp and parallel.dp and parallel.tp, "resolve the layout first: config.resolve_layout"
-        return cls(parallel.pp, parallel.dp, parallel.tp)
+        return cls(parallel.pp, parallel.dp, parallel.tp, parallel.ep)
 
     @property
     def world_size(self) -> int:
@@ -92,6 +99,8 @@ class Mesh:
         dp_tp, dp_replica: joined axes over which gradients are summed.
         ends: the stages of this rank's pipeline that share tied embeddings: those with the model's first and last
             chunk. None on other stages, if one stage holds both chunks, and if embeddings are not tied.
+        ep: the ranks that share experts, and edp: those that hold the same ones; None with ep 1. With ep tp they are
+            those of tp and dp.
     """
 
     shape: Shape
@@ -104,6 +113,8 @@ class Mesh:
     dp_tp: ProcessGroup
     dp_replica: ProcessGroup
     ends: ProcessGroup | None
+    ep: ProcessGroup | None = None
+    edp: ProcessGroup | None = None
 
 
 def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple[int, int] | None = None) -> Mesh:
@@ -120,9 +131,10 @@ def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple
         This rank's mesh.
 
     Raises:
-        ValueError: the shape does not have the number of processes, or the replicas do not divide tp.
+        ValueError: the shape does not have the number of processes, the replicas do not divide tp, or ep does not
+            divide the ranks of a stage.
 
-    Cost: one all-gather, and at most seven rendezvous, each among the members of a group; call it once.
+    Cost: one all-gather, and at most nine rendezvous, each among the members of a group; call it once.
     """
     if shape.world_size != dist.get_world_size():
         raise ValueError(
@@ -131,6 +143,10 @@ def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple
         )
     if shape.tp % kv_replicas:
         raise ValueError(f"KV replicas must divide tp: {kv_replicas} replicas, tp {shape.tp}: let kv heads divide tp")
+    if shape.dp * shape.tp % shape.ep:
+        raise ValueError(
+            f"ep must divide the ranks of a stage: ep {shape.ep}, dp {shape.dp} * tp {shape.tp}: use ep {shape.tp}"
+        )
     # [pp, dp, tp] and [pp, dp, kv, replica]; the rows of an axis's table are its groups and contain every rank once.
     axes = torch.arange(shape.world_size).view(shape.pp, shape.dp, shape.tp)
     replicas = axes.unflatten(2, (shape.tp // kv_replicas, kv_replicas))
@@ -146,6 +162,11 @@ def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple
     if kv_replicas > 1:
         replica = own_group("replica", replicas.flatten(0, 2).tolist())
         dp_replica = own_group("dp_replica", replicas.transpose(1, 2).flatten(2).flatten(0, 1).tolist())
+    ep, edp = (None, None) if shape.ep == 1 else (tp, dp)
+    if shape.ep not in (1, shape.tp):
+        experts = axes.view(shape.pp, -1, shape.ep)
+        ep = own_group("ep", experts.flatten(0, 1).tolist())
+        edp = own_group("edp", experts.transpose(1, 2).flatten(0, 1).tolist())
     at = shape.coordinates(dist.get_rank())
     mesh = Mesh(
         shape=shape,
@@ -158,6 +179,8 @@ def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple
         dp_tp=dp if shape.tp == 1 else own_group("dp_tp", axes.flatten(1).tolist()),
         dp_replica=dp_replica,
         ends=None,
+        ep=ep,
+        edp=edp,
     )
     if ends is None or ends[0] == ends[1]:
         return mesh
@@ -204,7 +227,7 @@ def _has_made_groups_alike() -> bool:
 
 @dataclass(frozen=True)
 class Communicators:
-    """A communicator for each group of the mesh."""
+    """A communicator for each group of the mesh; None where there is none."""
 
     tp: Communicator
     pp: Communicator
@@ -213,6 +236,8 @@ class Communicators:
     dp_tp: Communicator
     dp_replica: Communicator
     ends: Communicator
+    ep: Communicator | None = None
+    edp: Communicator | None = None
 
     def over(self, axes: Sequence[str]) -> Communicator:
         """Return the ranks that one sum over these axes joins: ("dp", "tp") are those of `dp_tp`.
@@ -259,9 +284,12 @@ class Communicators:
                 timeout_seconds=exchange_seconds(config),
             )
 
-        dp = for_sums(mesh.dp)
+        tp, dp = for_matmuls(mesh.tp), for_sums(mesh.dp)
+        ep, edp = (None, None) if mesh.ep is None else (tp, dp)
+        if mesh.ep is not mesh.tp and mesh.ep is not None:
+            ep, edp = for_sums(mesh.ep), for_sums(mesh.edp)
         return cls(
-            tp=for_matmuls(mesh.tp),
+            tp=tp,
             pp=Communicator(mesh.pp),
             dp=dp,
             replica=None if mesh.replica is None else Communicator(mesh.replica),
@@ -269,6 +297,8 @@ class Communicators:
             dp_tp=dp if members(mesh.dp_tp) == members(mesh.dp) else for_sums(mesh.dp_tp),
             dp_replica=dp if mesh.dp_replica is mesh.dp else for_sums(mesh.dp_replica),
             ends=for_sums(mesh.ends),
+            ep=ep,
+            edp=edp,
         )
 
     def describe(self, mailbox: Mailbox | None) -> str:
@@ -295,8 +325,9 @@ class Communicators:
         return self._host_bytes(mailbox) + (kernels.memory.num_bytes if kernels is not None else 0)
 
     def _host_bytes(self, mailbox: Mailbox | None) -> int:
-        # Sums over two axes at once, of norm weights and tied embeddings, have memory of their own.
-        arenas = {comm.arena for comm in (self.tp, self.dp, self.dp_tp, self.dp_replica, self.ends) if comm.arena}
+        # Sums over two axes at once, of norm weights and tied embeddings, have memory of their own; and experts.
+        comms = self.tp, self.dp, self.dp_tp, self.dp_replica, self.ends, self.ep, self.edp
+        arenas = {comm.arena for comm in comms if comm is not None and comm.arena}
         return sum(arena.memory.num_bytes for arena in arenas) + (mailbox.memory.num_bytes if mailbox else 0)
 
     def connect(self, device: torch.device) -> None:
@@ -305,7 +336,8 @@ class Communicators:
         NCCL needs all members in a group's first call; a pipeline's first transfer does not have them all. And a group
         that cannot connect fails here, not in the middle of a step.
         """
-        for comm in (self.tp, self.pp, self.dp, self.replica, self.dp_tp, self.dp_replica, self.ends):
+        everyone = self.tp, self.pp, self.dp, self.replica, self.dp_tp, self.dp_replica, self.ends, self.ep, self.edp
+        for comm in everyone:
             if comm is not None:
                 comm.all_reduce_(torch.zeros(1, device=device))
                 # An exchange through an arena does not use the group itself, so it is not connected yet.

@@ -46,6 +46,7 @@ class ParameterSpec:
         over: the axes over which its part says that its gradient is summed; None for those that follow from the cut.
         behind: the parameter behind which it lies, where one product reads both as one matrix; empty for none.
         has_gradient: False for the bias of a router, in at least float32, which counts of tokens move (train.balance).
+        ep: how many ranks of a stage its first dim, of experts, is cut over, where these are more than tp; else 0.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ParameterSpec:
     over: tuple[Axis, ...] | None = field(default=None, repr=False)
     behind: str = field(default="", repr=False)
     has_gradient: bool = field(default=True, repr=False)
+    ep: int = field(default=0, repr=False)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -70,8 +72,10 @@ class ParameterSpec:
 
         A sharded weight sees all tokens of its replica after the gather: dp alone. What is whole on every tp rank has
         seen its T/tp tokens, or, as a norm of heads, its own heads: dp and tp. A replicated KV shard has seen its
-        rank's query heads: dp and the replicas.
+        rank's query heads: dp and the replicas. Experts of more ranks than tp have seen all tokens of theirs: edp.
         """
+        if self.ep:
+            return ("edp",)
         if self.over is not None:
             return self.over
         if self.shard_dim is None:
@@ -79,7 +83,10 @@ class ParameterSpec:
         return ("dp", "replica") if self.replicas > 1 else ("dp",)
 
     def block(self, tp: int, tp_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (offset, size) of the block of the global tensor that tp rank `tp_rank` of `tp` holds."""
+        """Return (offset, size) of the block of the global tensor that tp rank `tp_rank` of `tp` holds.
+
+        Of experts that are cut over ep ranks these are meant.
+        """
         offset, size = [0] * len(self.shape), list(self.shape)
         if self.shard_dim is not None:
             num_shards = tp // self.replicas
@@ -89,7 +96,7 @@ class ParameterSpec:
 
     def local_numel(self, tp: int) -> int:
         """Elements on one rank."""
-        return math.prod(self.block(tp, 0)[1])
+        return math.prod(self.block(self.ep or tp, 0)[1])
 
     @property
     def is_matrix(self) -> bool:
@@ -105,7 +112,7 @@ class Piece:
         name: unique on the rank: the parameter's own, followed by the shard's number in brackets where a rank holds
             several.
         spec: the parameter, from the table of `tp`.
-        tp: over how many ranks the table cuts: the real ones, or exact mode's shards.
+        tp: over how many ranks the table cuts: the real ones, or exact mode's shards; the ep ones that share experts.
         holder: the first of them that holds this shard.
     """
 
@@ -125,13 +132,25 @@ class Piece:
         return self.tp if self.spec.shard_dim is None else self.spec.replicas
 
 
-def pieces_of(spec: ParameterSpec, tp: int, held: range) -> tuple[Piece, ...]:
-    """The shards of one parameter that the ranks `held` of a table of `tp` ranks hold."""
+def pieces_of(spec: ParameterSpec, tp: int, held: range, ep_rank: int = 0) -> tuple[Piece, ...]:
+    """The shards of one parameter that the ranks `held` of a table of `tp` ranks hold.
+
+    Args: ep_rank: which of those that share experts they are.
+    """
+    if spec.ep:
+        return (Piece(spec.name, spec, spec.ep, ep_rank),)
     num_holders = tp if spec.shard_dim is None else spec.replicas
     shards = sorted({rank // num_holders for rank in held})
     if len(held) == 1 or spec.shard_dim is None:
         return tuple(Piece(spec.name, spec, tp, shard * num_holders) for shard in shards)
     return tuple(Piece(f"{spec.name}[{shard}]", spec, tp, shard * num_holders) for shard in shards)
+
+
+def all_pieces(spec: ParameterSpec, tp: int) -> tuple[Piece, ...]:
+    """The shards of one parameter that all ranks together hold, each once."""
+    if spec.ep:
+        return tuple(Piece(spec.name, spec, spec.ep, ep_rank) for ep_rank in range(spec.ep))
+    return pieces_of(spec, tp, range(tp))
 
 
 def hf_name(name: str) -> str:
@@ -160,21 +179,25 @@ def embedding_spec(model: ModelConfig, tp: int) -> ParameterSpec:
 
 
 @functools.lru_cache(maxsize=4096)
-def layer_specs(model: ModelConfig, tp: int, layer: int) -> tuple[ParameterSpec, ...]:
+def layer_specs(model: ModelConfig, tp: int, layer: int, ep: int = 1) -> tuple[ParameterSpec, ...]:
     """Parameters of one block in the order of their use in forward."""
     specs: list[ParameterSpec] = []
     for part_name, part in architecture_of(model).block(model, layer).items():
-        specs += _part_specs(model, tp, f"layers.{layer}.{part_name}", part)
+        specs += _part_specs(model, tp, f"layers.{layer}.{part_name}", part, ep)
     return tuple(specs)
 
 
-def _part_specs(model: ModelConfig, tp: int, prefix: str, part: Part) -> Iterator[ParameterSpec]:
+def _part_specs(model: ModelConfig, tp: int, prefix: str, part: Part, ep: int = 1) -> Iterator[ParameterSpec]:
     """Yield a part's parameters, each as its rule has it, with what the part says of it besides."""
     behind = part.behind()
     for name, shape in part.shapes(model).items():
         spec = _spec(model, tp, f"{prefix}.{name}", shape, part.first_value(name))
         before = f"{prefix}.{behind[name]}" if name in behind else ""
-        yield replace(spec, over=part.reduce_over(name), behind=before, has_gradient=part.has_gradient(name))
+        spec = replace(spec, over=part.reduce_over(name), behind=before, has_gradient=part.has_gradient(name))
+        if ep > 1 and part.counts_experts(name):
+            # Whole experts, whatever the rule cuts inside each. Over tp they lie as any other shard does.
+            spec = replace(spec, shard_dim=0, replicas=1, ep=ep if ep != tp else 0)
+        yield spec
 
 
 def _spec(model: ModelConfig, tp: int, name: str, shape: tuple[int, ...], first: float = 0.0) -> ParameterSpec:
@@ -194,12 +217,14 @@ def _spec(model: ModelConfig, tp: int, name: str, shape: tuple[int, ...], first:
     )
 
 
-def stage_specs(model: ModelConfig, tp: int, first: int, last: int) -> tuple[ParameterSpec, ...]:
+def stage_specs(model: ModelConfig, tp: int, first: int, last: int, ep: int = 1) -> tuple[ParameterSpec, ...]:
     """Parameters that the stage of layers [first, last) holds, in the order of their first use in forward.
 
     The stage of layer 0 holds the embedding, that of the last layer the final norm and the head. Tied embeddings
     have no `lm_head.weight`: the last stage holds a copy of `embed_tokens.weight`, or, if it is also the first
     stage, the same tensor.
+
+    Args: ep: ranks that share experts (parallel.ep); with 1 each expert is cut over tp.
     """
     specs: list[ParameterSpec] = []
     embedding, ends = embedding_spec(model, tp), architecture_of(model).ends(model)
@@ -207,7 +232,7 @@ def stage_specs(model: ModelConfig, tp: int, first: int, last: int) -> tuple[Par
         specs.append(embedding)
         specs += [_spec(model, tp, POSITIONS, shape) for shape in ends.positions(model).values()]
     for layer in range(first, last):
-        specs.extend(layer_specs(model, tp, layer))
+        specs.extend(layer_specs(model, tp, layer, ep))
     if last == model.num_layers:
         specs += _part_specs(model, tp, "norm", ends.norm)
         if not model.tie_embeddings:

@@ -24,7 +24,7 @@ from tpengine.config.exact_sizes import num_gradient_buffers
 from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
 from tpengine.dtypes import dtype_bytes
 from tpengine.layout.groups import frozen_of
-from tpengine.layout.parameters import Piece, leaf_parts, pieces_of, stage_specs
+from tpengine.layout.parameters import BucketLayout, Piece, leaf_parts, pieces_of, stage_specs
 from tpengine.layout.slices import BlockCut, parts_of, slice_numel
 from tpengine.layout.step_plan import Layout, gradient_bytes, reduced_of
 from tpengine.layout.update_work import states_bytes
@@ -133,10 +133,12 @@ class _Elements(NamedTuple):
 
 def _sliced(config: Config, layout: Layout, rank: int, replica: int) -> _Elements:
     buckets, numel = layout.buckets_of(rank).values(), num_trained(config, layout, rank)
-    slices = sum(slice_numel(bucket, layout.dp) for bucket in buckets)
-    whole = layout.dp * slices
-    parts = [part for bucket in buckets for part in parts_of(bucket, layout.dp, replica)]
-    owned = sum(part.in_slice.stop - part.in_slice.start for part in parts)
+    cut = [bucket for bucket in buckets if layout.num_replicas(bucket) > 1]
+    # Experts that nobody else holds: whole, whatever the stage.
+    alone = sum(bucket.numel for bucket in buckets) - sum(bucket.numel for bucket in cut)
+    slices = alone + sum(slice_numel(bucket, layout.num_replicas(bucket)) for bucket in cut)
+    whole = alone + sum(layout.num_replicas(of) * slice_numel(of, layout.num_replicas(of)) for of in cut)
+    owned = alone + sum(_owned(layout, bucket, replica) for bucket in cut)
     weights, used_weights = (slices, owned) if layout.zero == ZERO_OF_SLICED_WEIGHTS else (whole, numel)
     each = reduced_of(config) is Reduced.MICROBATCH
     gradients, used_gradients = (slices, owned) if each else (whole, numel)
@@ -144,13 +146,20 @@ def _sliced(config: Config, layout: Layout, rank: int, replica: int) -> _Element
     # Frozen weights: whole, or sliced as the others are.
     if layout.zero == ZERO_OF_SLICED_WEIGHTS:
         for bucket in layout.frozen_buckets_of(rank).values():
-            size = slice_numel(bucket, layout.dp)
-            used = sum(part.in_slice.stop - part.in_slice.start for part in parts_of(bucket, layout.dp, replica))
+            size, used = bucket.numel, bucket.numel
+            if layout.num_replicas(bucket) > 1:
+                size, used = slice_numel(bucket, layout.num_replicas(bucket)), _owned(layout, bucket, replica)
             weights, padding = weights + size, padding + size - used
         weights += _num_without_gradient(_pieces(config, layout, rank))
     else:
         weights += num_weights(config, layout, rank) - numel
     return _Elements(weights, gradients, owned, padding, gradients - used_gradients)
+
+
+def _owned(layout: Layout, bucket: BucketLayout, replica: int) -> int:
+    """Return how many elements of a bucket that is cut a replica owns, padding left out."""
+    parts = parts_of(bucket, layout.num_replicas(bucket), layout.replica_of(bucket, replica))
+    return sum(part.in_slice.stop - part.in_slice.start for part in parts)
 
 
 def _exact(config: Config, layout: Layout, rank: int, replica: int) -> _Elements:
@@ -182,6 +191,8 @@ def _pieces(config: Config, layout: Layout, rank: int) -> list[Piece]:
     held = range(table_size // layout.tp)
     # Tied embeddings of a rank that holds both ends occur twice and are one parameter.
     specs = {
-        spec.name: spec for layers in layout.layers_of(rank) for spec in stage_specs(config.model, table_size, *layers)
+        spec.name: spec
+        for layers in layout.layers_of(rank)
+        for spec in stage_specs(config.model, table_size, *layers, layout.ep)
     }
     return [piece for spec in specs.values() for piece in pieces_of(spec, table_size, held)]

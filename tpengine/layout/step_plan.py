@@ -78,6 +78,7 @@ class Layout:
         zero: the stage of ZeRO: what replicas own slices of.
         residency: how long gathered weights stay.
         first_trained: the first chunk with weights that are trained: those before have no backward.
+        ep: how many ranks of a stage share experts.
     """
 
     pp: int
@@ -89,6 +90,15 @@ class Layout:
     zero: int = 0
     residency: Residency = Residency.STEP
     first_trained: int = 0
+    ep: int = 1
+
+    def num_replicas(self, bucket: BucketLayout) -> int:
+        """How many ranks hold what a bucket is of, those of other tp ranks not counted; ZeRO cuts it over them."""
+        return self.dp * self.tp // self.ep if bucket.reduce_over[:1] == ("edp",) else self.dp
+
+    def replica_of(self, bucket: BucketLayout, dp_index: int) -> int:
+        """Which of those the ranks of a replica are."""
+        return dp_index * self.num_replicas(bucket) // self.dp
 
     def chunks_of(self, rank: int) -> tuple[int, ...]:
         """The chunks of a pipeline rank, in model order."""
@@ -210,6 +220,7 @@ def layout_of(
         parallel.zero_in_effect,
         residency or asked,
         first_trained,
+        parallel.ep,
     )
 
 
@@ -230,7 +241,11 @@ def frozen_weights(
         return {}
     return {
         # A weight has one place, also where an output head reads it too.
-        chunks: tuple(replace(weight, reduce_over=("dp",)) for weight in weights if not weight.name.endswith(HEAD_USE))
+        chunks: tuple(
+            replace(weight, reduce_over=weight.reduce_over[:1])
+            for weight in weights
+            if not weight.name.endswith(HEAD_USE)
+        )
         for chunks, weights in _buffers(config, ranks, layers, sliced.__contains__).items()
     }
 
@@ -268,7 +283,8 @@ def _buffers(
     shares_ends = model.tie_embeddings and last > 0 and ranks[0] == ranks[last]
     found: dict[tuple[int, ...], tuple[Gradient, ...]] = {}
     for chunk, (begin, end) in enumerate(layers):
-        specs = tuple(spec for spec in stage_specs(model, table_size, begin, end) if takes(spec.name))
+        everyone = stage_specs(model, table_size, begin, end, config.parallel.ep)
+        specs = tuple(spec for spec in everyone if takes(spec.name))
         if exact:
             # Each use of tied embeddings on one rank has buffers of its own, filled by the chunk that uses it.
             uses = (False, True) if model.tie_embeddings and last == 0 else (shares_ends and chunk == last,)
@@ -291,8 +307,8 @@ def _buffers(
 
 def num_summed(layout: Layout, bucket: BucketLayout, model: ModelConfig) -> int:
     """How many ranks a bucket is summed over."""
-    sizes: dict[Axis, int] = {"dp": layout.dp, "tp": layout.tp, "replica": kv_replicas(model, layout.tp)}
-    return math.prod(sizes[axis] for axis in bucket.reduce_over)
+    sizes: dict[Axis, int] = {"tp": layout.tp, "replica": kv_replicas(model, layout.tp)}
+    return layout.num_replicas(bucket) * math.prod(sizes[axis] for axis in bucket.reduce_over[1:])
 
 
 def training_plan(config: Config, layout: Layout) -> Plan:

@@ -54,10 +54,12 @@ class Parts(Protocol):
         tp: the real tp ranks.
         table_size: over how many ranks the parameter table cuts.
         held: those of them that this rank is.
+        experts_comm: the ranks that share experts (parallel.ep); None where each expert is cut over tp.
     """
 
     model: ModelConfig
     tp: Communicator
+    experts_comm: Communicator | None
 
     @property
     def table_size(self) -> int: ...
@@ -130,6 +132,7 @@ class FastParts:
         model: sizes.
         tp: the tp ranks.
         replicas: the tp ranks that share a KV head, if kv heads < tp.
+        experts_comm: the ranks that share experts; None where each expert is cut over tp.
         attention: whose attention the layers take, as layers.Attention's `whose`.
         sink, gathers_again, dtype, device: as ColumnParallelLinear.
     """
@@ -140,6 +143,7 @@ class FastParts:
         tp: Communicator,
         *,
         replicas: Communicator | None = None,
+        experts_comm: Communicator | None = None,
         attention: Whose = "auto",
         sink: GradientSink | None = None,
         gathers_again: bool = False,
@@ -147,6 +151,7 @@ class FastParts:
         device: torch.device | str | None = None,
     ) -> None:
         self.model, self.tp, self.replicas, self.whose = model, tp, replicas, attention
+        self.experts_comm = experts_comm
         # What every layer with weights takes.
         self.options: dict[str, Any] = dict(sink=sink, dtype=dtype, device=device)
         self.gathers_again = gathers_again
@@ -220,6 +225,7 @@ class ExactParts:
         device: torch.device | str | None = None,
     ) -> None:
         self.model, self.tp, self.shards = model, shards.comm, shards
+        self.experts_comm: Communicator | None = None
 
         def of_each(sinks: Sequence[GradientSink] | None) -> list[FastParts]:
             sink_of: Sequence[GradientSink | None] = sinks or [None] * len(shards.held)

@@ -45,6 +45,7 @@ class Transformer(nn.Module):
         pieces: what this rank holds of each parameter of the table, by the piece's name.
         held: the parameters themselves, by the piece's name.
         position: the micro-batch that comes next, for dropout, and the documents packed into it.
+        ep: how many ranks share experts.
         keeps_hidden: whether the last chunk keeps what its head is given, for `take_hidden`; False costs nothing.
 
     The weights are uninitialised: call `initialise`.
@@ -91,10 +92,12 @@ class Transformer(nn.Module):
         if self.is_last:
             self.norm = parts.layer(self.ends.norm)
             self.lm_head = parts.head(vocab, self.embed_tokens if model.tie_embeddings else None)
-        specs = [spec for chunk in self.chunks for spec in stage_specs(model, parts.table_size, *chunk)]
+        experts = parts.experts_comm
+        self.ep, ep_rank = (1, 0) if experts is None else (experts.size, experts.rank)
+        specs = [spec for chunk in self.chunks for spec in stage_specs(model, parts.table_size, *chunk, self.ep)]
         # A tied embedding of a rank that holds both ends comes up at both, and is one parameter.
         self.pieces: dict[str, Piece] = {
-            piece.name: piece for spec in specs for piece in pieces_of(spec, parts.table_size, parts.held)
+            piece.name: piece for spec in specs for piece in pieces_of(spec, parts.table_size, parts.held, ep_rank)
         }
         self.held = self._held_pieces()
 

@@ -170,8 +170,8 @@ def _overflowing(train_step: TrainStep) -> str:
     """Return the first parameter, in backward's order, whose gradient's sum of squares is not finite; "" if none is."""
     state = train_step.state
     model, table_size = state.part.config.model, state.model.parts.table_size
-    finite = train_step.squares.isfinite().view(-1, table_size).all(1).tolist()
     specs = stage_specs(model, table_size, 0, model.num_layers)
+    finite = train_step.squares.isfinite().view(len(specs), -1).all(1).tolist()
     bad = [spec.name for spec, is_finite in zip(specs, finite, strict=True) if not is_finite]
     return hf_name(bad[-1]) if bad else ""
 

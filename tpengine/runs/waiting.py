@@ -125,13 +125,14 @@ def awaited(state: TrainState, what: object) -> dict[str, list[int]]:
     if not isinstance(what, Action):
         return _others({"all": range(mesh.shape.world_size)})
     if what.kind in COMPUTE:
-        return _others({"tp": _members(mesh.tp)})
+        sharing = {} if mesh.ep is None else {"ep": _members(mesh.ep)}
+        return _others({"tp": _members(mesh.tp), **sharing})
     if what.kind is Kind.CLIP:
-        # The last stage also sums the losses over the replicas; where these own slices, all sum their squares, and with
-        # experts their counts.
+        # The last stage also sums the losses over the replicas; where these own slices, or other experts, all sum their
+        # squares, and with experts their counts.
         has_experts = state.part.config.model.details.num_experts > 0
-        meets = state.model.is_last or state.sliced is not None or has_experts
-        replicas = {"dp": _members(mesh.dp)} if meets else {}
+        differ = state.sliced is not None or has_experts
+        replicas = {"dp": _members(mesh.dp)} if state.model.is_last or differ else {}
         return _others({"tp": _members(mesh.tp), "pp": _members(mesh.pp), **replicas})
     if what.kind is Kind.TIE_REDUCE and mesh.ends is not None:
         return _others({"pp": _members(mesh.ends)})
@@ -148,12 +149,14 @@ def _of_started(state: TrainState, started: Action) -> dict[str, list[int]]:
     if started.kind in TRANSFERS:
         pipeline = mesh.shape.pipeline_ranks(dist.get_rank())
         return {"pp": [pipeline[state.part.plan.chunks[peer_chunk(started)].rank]]}
+    if started.index is None or started.kind not in (Kind.GATHER, Kind.REDUCE):
+        return {}
     if started.kind is Kind.GATHER:
-        return {"dp": _members(mesh.dp)}
-    if started.kind is Kind.REDUCE and started.index is not None:
+        assert state.sliced is not None
+        axes = "_".join(state.sliced.axes(started.index))
+    else:
         axes = "_".join(state.buckets[started.index].axes)
-        return {axes: _members(getattr(mesh, axes))}
-    return {}
+    return {axes: _members(getattr(mesh, axes))}
 
 
 def _members(group: ProcessGroup) -> list[int]:

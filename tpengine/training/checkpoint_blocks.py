@@ -160,11 +160,10 @@ def _block(piece: Piece, tensor: Tensor, offset: tuple[int, ...], stored: bool) 
 
 def _stores(state: TrainState, name: str, piece: Piece, place: int) -> bool:
     """Return whether this rank stores the block; the ranks that hold the same block take turns by parameter."""
-    at, shape = state.rank.mesh.at, state.rank.mesh.shape
+    at, tp = state.rank.mesh.at, state.rank.mesh.shape.tp
     if piece.spec.name == EMBEDDING and not state.model.is_first:  # the tied copy of the last stage
         return False
-    num_tp = max(1, piece.num_holders * shape.tp // piece.tp)
-    if state.is_cut(name):  # no other replica holds it
-        return place % num_tp == at.tp % num_tp
-    holder = at.dp * num_tp + at.tp % num_tp
-    return place % (shape.dp * num_tp) == holder
+    num_tp = max(1, piece.num_holders * tp // piece.tp)
+    copy, num_copies = state.copy_of(name)
+    holder = copy * num_tp + at.tp % num_tp
+    return place % (num_copies * num_tp) == holder

@@ -20,7 +20,7 @@ from torch import Tensor
 from tpkernels.launch import accumulation_dtype
 from tpkernels.ops.clip import square_sums
 
-from tpengine.layout.parameters import EMBEDDING, Piece, pieces_of, stage_specs
+from tpengine.layout.parameters import EMBEDDING, Piece, all_pieces, stage_specs
 from tpengine.layout.slices import BLOCK, SlicePart
 from tpengine.model.transformer import Transformer
 
@@ -30,8 +30,9 @@ class GradientNorm:
 
     Args:
         model: this rank's.
-        gradients: by piece, what the optimizer reads: whole, or this replica's elements of it.
-        parts: which elements those are; None where they are whole.
+        gradients: by piece, what the optimizer reads, of what this rank answers for among replicas: whole, or this
+            replica's elements of it.
+        parts: which elements those are, of those that are not whole; None where all are.
         exact: the bits do not depend on the layout.
         device: of the figures.
 
@@ -53,10 +54,11 @@ class GradientNorm:
         self._device, self._exact = device, exact
         self._largest = torch.finfo(accumulation_dtype(next(iter(model.held.values())).dtype)).max
         table_size, held = model.parts.table_size, model.parts.held
-        specs = stage_specs(model.model, table_size, 0, model.model.num_layers)
-        everyone = [pieces_of(spec, table_size, range(table_size)) for spec in specs]
-        first_place = {spec.name: i * table_size for i, spec in enumerate(specs)}
-        self.num_places = len(specs) * table_size
+        specs = stage_specs(model.model, table_size, 0, model.model.num_layers, model.ep)
+        everyone = [all_pieces(spec, table_size) for spec in specs]
+        most = max(table_size, model.ep)
+        first_place = {spec.name: i * most for i, spec in enumerate(specs)}
+        self.num_places = len(specs) * most
 
         def place_of(piece: Piece) -> int:
             return first_place[piece.spec.name] + piece.holder
@@ -68,10 +70,11 @@ class GradientNorm:
         self.owned: list[tuple[int, Tensor]] = []
         for name, gradient in gradients.items():
             piece = model.pieces[name]
-            if piece.holder not in held or (piece.spec.name == EMBEDDING and not model.is_first):
+            is_first = bool(piece.spec.ep) or piece.holder in held
+            if not is_first or (piece.spec.name == EMBEDDING and not model.is_first):
                 continue
             place = place_of(piece)
-            first_block = 0 if parts is None else parts[name].in_tensor.start // BLOCK
+            first_block = parts[name].in_tensor.start // BLOCK if parts and name in parts else 0
             self.owned.append((firsts[place] + first_block if exact else place, gradient))
         self._trees = _trees(num_blocks, firsts, device) if exact else ()
 

@@ -58,8 +58,8 @@ def _copy_of(state: TrainState) -> _Held:
                     flat[state.elements_of(name)] = own.detach()
                 # Between replicas, in words that add exactly; 16-bit words are widened, as not every library adds them.
                 words = flat.view(bits).to(torch.int32)
-                if state.rank.mesh.shape.dp > 1:
-                    dist.all_reduce(words, group=state.rank.mesh.dp)
+                if (replicas := state.replicas_of(name)).size > 1:
+                    dist.all_reduce(words, group=replicas.group)
                 whole = words.to(bits).view(like.dtype).view(size)
             assert whole is not None
             found.setdefault((kind, piece.spec.name), []).append((offset, whole.detach().cpu().clone()))

@@ -183,19 +183,20 @@ class _ShardNumbers:
     """
 
     def __init__(self, state: TrainState) -> None:
-        model, self._size, self._pieces = state.part.config.model, state.model.parts.table_size, state.model.pieces
-        self._names = [spec.name for spec in stage_specs(model, self._size, 0, model.num_layers)]
+        model, table_size, self._pieces = state.part.config.model, state.model.parts.table_size, state.model.pieces
+        self._size = max(table_size, state.model.ep)
+        self._names = [spec.name for spec in stage_specs(model, table_size, 0, model.num_layers)]
         self._first = {name: number * self._size for number, name in enumerate(self._names)}
         self._each = len(self._names) * self._size
         self._kinds = ("", "master", *state.optimizer.state_dtypes)
         self._of_replica = len(self._kinds) * self._each
-        self._is_cut, self._first_place = state.is_cut, state.rank.mesh.at.dp * self._of_replica
+        self._state = state
         self.num = self._of_replica * (1 if state.sliced is None else state.rank.mesh.shape.dp)
 
     def of(self, kind: str, piece: str) -> int:
         """Return the place of a piece of this rank."""
         spec, holder = self._pieces[piece].spec, self._pieces[piece].holder
-        first = self._first_place if self._is_cut(piece) else 0
+        first = self._state.replicas_of(piece).rank * self._of_replica if self._state.is_cut(piece) else 0
         return first + self._kinds.index(kind) * self._each + self._first[spec.name] + holder
 
     def name(self, place: int) -> str:

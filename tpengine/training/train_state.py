@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.mailbox import Mailbox
 from tpkernels.launch import accumulation_dtype
 
@@ -85,6 +86,7 @@ def _fast(
         config.model,
         comms.tp,
         replicas=comms.replica,
+        experts_comm=comms.ep,
         attention=config.train.attention,
         sink=DeferringSink(sink, halves),
         gathers_again=Gathered(config.parallel.gathered) is Gathered.AGAIN,
@@ -93,7 +95,8 @@ def _fast(
     )
     model, buckets = _model(config, layout, mesh, parts), layout.buckets_of(mesh.at.pp)
     members = buckets | layout.frozen_buckets_of(mesh.at.pp)
-    cuts = {index: BucketCut(bucket, comms.dp.size) for index, bucket in members.items()}
+    replicas = {index: layout.num_replicas(bucket) for index, bucket in members.items()}
+    cuts = {index: BucketCut(members[index], number) for index, number in replicas.items() if number > 1}
     sliced = _sliced(config, layout, model, cuts, comms)
     trained = _trained(model)
     gradients = fast_step_gradients(
@@ -171,11 +174,13 @@ def _sliced(
     if not layout.zero:
         return None
     kept = {index for index in cuts if weights_of(config, layout, index) is Weights.UPDATED}
-    sliced = WeightBuckets(cuts, model.held, comms.dp, kept)
+    owners = {index: comms.over(cut.layout.reduce_over[:1]) for index, cut in cuts.items()}
+    sliced = WeightBuckets(cuts, model.held, owners, kept)
     places: dict[Tensor, Tensor] = {model.held[name]: place for name, place in sliced.places.items()}
     for name, parameter in model.held.items():
         if name not in sliced.places:
-            # Frozen, and whole: it lay behind weights that have gone into buckets, and kept their memory.
+            # Whole, as it is frozen or nobody else has it: it lay behind weights that have gone into buckets, and kept
+            # their memory.
             parameter.data = parameter.data.clone()
             places[parameter] = parameter.data
     declare_places(model, places)
@@ -293,6 +298,15 @@ class TrainState:
     def elements_of(self, name: str) -> slice | None:
         """Return which elements of a piece in `held` are this replica's own; None for all."""
         return self.sliced.parts[name].in_tensor if self.sliced is not None and self.is_cut(name) else None
+
+    def replicas_of(self, name: str) -> Communicator:
+        """Return the ranks that hold a piece alike, or own slices of it: of those with other tp ranks none."""
+        return self.rank.comms.over(self.model.pieces[name].spec.reduce_over[:1])
+
+    def copy_of(self, name: str) -> tuple[int, int]:
+        """Return which copy of this rank's elements of a piece it holds, and how many replicas have one."""
+        replicas = self.replicas_of(name)
+        return (0, 1) if self.is_cut(name) else (replicas.rank, replicas.size)
 
     @property
     def buckets(self) -> GradientBuckets:

@@ -199,7 +199,14 @@ class TrainStep:
         self._prepares_weights = (is_exact or shape.tp > 1 or shape.pp == 1) and state.sliced is None
         # The end: norm, and what follows from it.
         parts = None if state.sliced is None else state.sliced.parts
-        self.norm = GradientNorm(model, state.gradients.of, parts, exact=is_exact, device=device)
+        # Where replicas differ, by slices or by experts, all of them add up their squares; what they share counts once.
+        self._replicas_differ = state.sliced is not None or shape.ep > shape.tp
+        counted = {
+            name: gradient
+            for name, gradient in state.gradients.of.items()
+            if not self._replicas_differ or state.copy_of(name)[0] == 0
+        }
+        self.norm = GradientNorm(model, counted, parts, exact=is_exact, device=device)
         self.squares = torch.zeros(self.norm.num_places, dtype=torch.float64, device=device)
         self.limits = Limits()
         self.loads = ExpertLoads.of(state)
@@ -395,13 +402,13 @@ class TrainStep:
             figures = torch.cat([figures.new_zeros(num), figures])
         if self.state.model.is_last:
             loss, metrics = self.batch.sum_over_replicas(self.state.rank.comms.dp)
-            if self.state.rank.mesh.at.tp == 0 and (self.state.sliced is None or self.state.rank.mesh.at.dp == 0):
+            if self.state.rank.mesh.at.tp == 0 and (not self._replicas_differ or self.state.rank.mesh.at.dp == 0):
                 figures[-1] = loss
                 if num:
                     figures[:num] = metrics
         self.state.rank.comms.tp.all_reduce_(figures)
         self.state.rank.comms.pp.all_reduce_(figures)
-        if self.state.sliced is not None:
+        if self._replicas_differ:
             self.state.rank.comms.dp.all_reduce_(figures)
         self._metrics, figures = figures[:num], figures[num:]
         loss = figures[-1] if self.loads is None else figures[-1] + self.loads.sum_over_ranks()
