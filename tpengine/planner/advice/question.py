@@ -53,8 +53,8 @@ class Question:
         global_batch: sequences per step, over all replicas.
         fixed: settings that the user chose, by their names in AXES: one value, or several as a tuple.
         num_tokens: of a whole run, whose length in time is told; 0 for none.
-        load: what the rank with the busiest experts gets, over the mean; 1 is an equal share.
         kept: what a run has where a command does not say it: the defaults, or what a run that goes on was started with.
+        load: rows of the rank whose experts get most, over the mean; 1 is an equal share.
     """
 
     base: Config

@@ -27,9 +27,12 @@ from tpengine.planner.machine import Machine
 from tpengine.planner.modelled.activations import BlockBytes
 from tpengine.planner.modelled.caches import FORMS
 from tpengine.planner.modelled.costs import action_seconds, model_costs
+from tpengine.planner.modelled.exchanged import exchanged
 from tpengine.planner.modelled.memory import RankMemory, memory_of
 from tpengine.planner.modelled.operators import ActionSeconds
 
+# Below this load the busiest rank is as any other.
+_UNEVEN = 1.005
 _ORDINALS = ("first", "second", "third")
 _LEGEND = (
     "letters: T tokens of a micro-batch, t of this rank, D width, H and G query and KV heads of this rank, E head\n"
@@ -177,6 +180,32 @@ class StepParts:
     def less(self, other: StepParts) -> dict[str, float]:
         """Return by how many seconds each part is longer than another step's."""
         return {field.name: getattr(self, field.name) - getattr(other, field.name) for field in fields(self)}
+
+
+def exchange_lines(config: Config, plan: Plan, load: float) -> Iterator[str]:
+    """Yield what ranks that share experts send each other, and what the busiest of them computes.
+
+    Args:
+        config: validated.
+        plan: of that configuration.
+        load: rows of the rank whose experts get most, over the mean.
+    """
+    ep = config.parallel.ep
+    if ep == 1:
+        return
+    most, mean = exchanged(config, plan, load), exchanged(config, plan)
+    share = min(load, ep)
+    line = (
+        f"{ep} ranks share the {config.model.details.num_experts} experts: each sends "
+        f"{gigabytes(mean.forward)} in F and {gigabytes(mean.backward)} in B of a micro-batch"
+    )
+    if share < _UNEVEN:
+        yield f"{line}, if all get as many rows; --moe-load says how it is if not"
+    else:
+        yield (
+            f"{line} in the mean, the slowest {gigabytes(most.forward)} and {gigabytes(most.backward)}: its experts get "
+            f"{share:.2f} times the mean, {share / ep:.0%} of all rows"
+        )
 
 
 def memory_lines(sheet: Sheet) -> Iterator[str]:
