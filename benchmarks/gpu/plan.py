@@ -121,6 +121,8 @@ def _architectures(models: Sequence[Path]) -> list[Case]:
         "phi3",
         "olmo3",
         "ministral3",
+        "qwen3_moe",
+        "mixtral",
     ]
     published = [
         Case(f"models/{name}", "c", 60, 60, f"{where}:directory", {"name": name, "path": str(path)}, _THEIRS)

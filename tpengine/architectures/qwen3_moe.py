@@ -1,4 +1,7 @@
-"""Qwen3 with experts: Qwen3 in which layers, all or some, have experts in place of a feed-forward network."""
+"""Qwen3 with experts: Qwen3 in which layers, all or some, have experts in place of a feed-forward network.
+
+Published models have no shared experts; a model of one's own may (ModelDetails).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,6 @@ from tpengine.config import ModelConfig
 
 TABLE = {
     **qwen3.TABLE,
-    # Layers of one kind may be missing. Published models have no shared experts; models of one's own may.
     "layers.*.mlp.{gate,up}_proj": column.optional,
     "layers.*.mlp.down_proj": row.optional,
     "layers.*.mlp.gate": replicate.optional,

@@ -27,13 +27,14 @@ from tpkernels.autocast import lowered
 from tpkernels.derivatives import differentiable_once, is_recorded, refuse_second_order
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.experts.choose import ChoiceRule
+from tpkernels.ops.experts.grouped import grouped_matmul_forward
+from tpkernels.ops.experts.grouped_swiglu import grouped_swiglu_backward, grouped_swiglu_forward
 from tpkernels.ops.experts.rows import combine_backward, combine_forward, take_backward, take_forward
 
 from tpengine.layers.collectives import ShardCommunicator, WholeRows, gather, reduce_scatter
 from tpengine.layers.gradient_sink import GradientSink, check_reaches
 from tpengine.layers.mlp import FeedForward
 from tpengine.layers.placement import Placement, check_divides, cut
-from tpengine.layers.plain_experts import grouped_matmul, grouped_swiglu, swiglu_backward
 from tpengine.layers.routing import Routed, Router, TokenScores
 
 
@@ -98,6 +99,8 @@ class ExpertNetworks(nn.Module):
     ) -> None:
         super().__init__()
         self.sink: GradientSink = sink or GradientSink()
+        # A shard of exact mode has the same bits wherever its rows lie.
+        self.fixed = isinstance(comm, ShardCommunicator)
         self.gate_proj = ExpertWeight(num_experts, ffn_size, hidden_size, 1, comm, **options)
         self.up_proj = ExpertWeight(num_experts, ffn_size, hidden_size, 1, comm, **options)
         self.down_proj = ExpertWeight(num_experts, hidden_size, ffn_size, 2, comm, **options)
@@ -110,54 +113,53 @@ class ExpertNetworks(nn.Module):
         for weight in weights:
             check_reaches(self.sink, weight, "an expert's weight")
         if is_recorded():
-            ys: Tensor = _Experts.apply(xs, offsets, [of.detach() for of in operands], self.sink, *weights)
+            ys: Tensor = _Experts.apply(xs, offsets, [of.detach() for of in operands], self, *weights)
             return ys
         gate, up, down = operands
-        return grouped_matmul(grouped_swiglu(xs, gate, up, offsets)[0], down, offsets)
+        h, _ = grouped_swiglu_forward(xs, gate, up, offsets, False, fixed=self.fixed)
+        return grouped_matmul_forward(h, down, offsets, fixed=self.fixed)
 
 
 class _Experts(torch.autograd.Function):
-    """Local shapes: Xs[R, D]; w_gate, w_up[E, F/tp, D], w_down[E, D, F/tp]; H, G, U[R, F/tp]; Ys[R, D] partial(tp).
+    """Local shapes: Xs[R, D]; w_gate, w_up[E, F/tp, D], w_down[E, D, F/tp]; GU[R, 2F/tp], H[R, F/tp]; Ys[R, D].
 
-    forward:  G = Xs @ w_gate[e].T, U = Xs @ w_up[e].T, H = silu(G) * U;  Ys = H @ w_down[e].T
-    dgrad:    dH = dYs @ w_down[e], (dG, dU) of dH;  dXs = dG @ w_gate[e] + dU @ w_up[e]
+    forward:  GU = Xs @ (w_gate[e], w_up[e]).T, H = silu(G) * U;  Ys = H @ w_down[e].T, partial(tp)
+    dgrad:    dH = dYs @ w_down[e];  dGU of dH;  dXs = dG @ w_gate[e] + dU @ w_up[e]
     wgrad:    dw_down[e] = dYs_e.T @ H_e, dw_gate[e] = dG_e.T @ Xs_e, dw_up[e] = dU_e.T @ Xs_e, into the sink
 
-    H is kept, not made of G and U again, as a feed-forward network keeps it.
+    H is kept, not made of GU again, as a feed-forward network keeps it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, xs: Tensor, offsets: Tensor, operands: Sequence[Tensor], sink: GradientSink, *weights: Tensor
+        ctx: Any, xs: Tensor, offsets: Tensor, operands: Sequence[Tensor], experts: ExpertNetworks, *weights: Tensor
     ) -> Tensor:
         gate, up, down = operands
-        h, g, u = grouped_swiglu(xs, gate, up, offsets)
-        # What is multiplied: the weights themselves, of which autograd notices a write, or autocast's copies.
+        fixed = experts.fixed
+        h, gu = grouped_swiglu_forward(xs, gate, up, offsets, True, fixed=fixed)
+        # What is multiplied: the weights themselves, so that autograd notices a write, or autocast's copies.
         kept = [w if w.dtype == of.dtype else of for w, of in zip(weights, operands, strict=True)]
-        ctx.save_for_backward(xs, offsets, h, g, u, *kept)
-        ctx.sink, ctx.weights = sink, weights
-        return grouped_matmul(h, down, offsets)
+        ctx.save_for_backward(xs, offsets, h, gu, *kept)
+        ctx.experts, ctx.weights = experts, weights
+        return grouped_matmul_forward(h, down, offsets, fixed=fixed)
 
     @staticmethod
     def backward(ctx: Any, dys: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("a mixture of experts")
-        xs, offsets, h, g, u, gate, up, down = ctx.saved_tensors
-        needs_input, (trains_gate, trains_up, trains_down) = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        sink, (w_gate, w_up, w_down) = ctx.sink, ctx.weights
-        dys = dys.contiguous()
-        # Down.
-        dw_down = sink.grouped_weight_grad(w_down, dys, h, offsets) if trains_down else None
-        if not (needs_input or trains_gate or trains_up):
-            return None, None, None, None, None, None, dw_down
-        dg, du = swiglu_backward(grouped_matmul(dys, down, offsets, transposed=True), g, u)
-        # Gate and up.
-        dxs = None
-        if needs_input:
-            dxs = grouped_matmul(dg, gate, offsets, transposed=True)
-            dxs += grouped_matmul(du, up, offsets, transposed=True)
-        dw_gate = sink.grouped_weight_grad(w_gate, dg, xs, offsets) if trains_gate else None
-        dw_up = sink.grouped_weight_grad(w_up, du, xs, offsets) if trains_up else None
-        return dxs, None, None, None, dw_gate, dw_up, dw_down
+        xs, offsets, h, gu, gate, up, down = ctx.saved_tensors
+        needs_dx, trained = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        sink, fixed, dys = ctx.experts.sink, ctx.experts.fixed, dys.contiguous()
+        dxs = dg = du = None
+        if needs_dx or trained[0] or trained[1]:
+            dh = grouped_matmul_forward(dys, down, offsets, transposed=True, fixed=fixed)
+            dxs, dgu = grouped_swiglu_backward(dh, gu, gate, up, offsets, needs_dx=needs_dx, fixed=fixed)
+            dg, du = dgu.chunk(2, dim=1)
+        # wgrad, now or in the weight half: the sink decides. Frozen projections have none.
+        dws = [
+            sink.grouped_weight_grad(weight, dy, x, offsets, fixed=fixed) if is_trained else None
+            for weight, dy, x, is_trained in zip(ctx.weights, (dg, du, dys), (xs, xs, h), trained, strict=True)
+        ]
+        return dxs, None, None, None, *dws
 
 
 class _Rows(torch.autograd.Function):
@@ -237,7 +239,6 @@ class MixtureOfExperts(nn.Module):
         comm, sink, dtype, device: as ColumnParallelLinear.
         shared_size: width of the network that every token goes through; 0 for none.
         shared_gated: whether its output is multiplied by a score of the token.
-        has_bias: as Router.
         gathers_again: of the shared network, as ColumnParallelLinear.
 
     Shape: x [T/tp, D], y [T/tp, D].
@@ -263,7 +264,6 @@ class MixtureOfExperts(nn.Module):
         *,
         shared_size: int = 0,
         shared_gated: bool = False,
-        has_bias: bool = False,
         sink: GradientSink | None = None,
         gathers_again: bool = False,
         dtype: torch.dtype | None = None,

@@ -27,9 +27,8 @@ from torch.nn import Parameter
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.launch import accumulation_dtype as accumulation_dtype
 from tpkernels.ops.embedding import add_rows_
+from tpkernels.ops.experts.grouped import accumulate_grouped_wgrad
 from tpkernels.ops.matmul.wgrad import accumulate_wgrad
-
-from tpengine.layers.plain_experts import grouped_wgrad_
 
 
 class WeightTerm(NamedTuple):
@@ -190,19 +189,23 @@ class GradientSink:
         self._counted(bucket)
         return None
 
-    def grouped_weight_grad(self, param: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor | None:
+    def grouped_weight_grad(
+        self, param: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, *, fixed: bool = False
+    ) -> Tensor | None:
         """Add dw[e, out, in] = dy_e[., out].T @ x_e[., in] of each expert's rows to the gradient of `param`.
 
         Args:
             param: w[E, out, in].
             dy, x: [R, out] and [R, in], sorted by expert.
             offsets: [E + 1]; rows offsets[e] to offsets[e + 1] are of expert e. An expert without rows adds nothing.
+            fixed: as grouped_matmul: in exact mode.
         """
         if self._buckets is None:
             total = torch.zeros(param.shape, dtype=accumulation_dtype(dy.dtype), device=dy.device)
-            return grouped_wgrad_(total, dy, x, offsets)
+            accumulate_grouped_wgrad(total, dy, x, offsets, fixed=fixed)
+            return total
         buffer, bucket = self._places[param]
-        grouped_wgrad_(buffer, dy, x, offsets)
+        accumulate_grouped_wgrad(buffer, dy, x, offsets, fixed=fixed)
         self._counted(bucket)
         return None
 
@@ -317,9 +320,11 @@ class DeferringSink(GradientSink):
         """See GradientSink."""
         return self._now_or_later(self.inner.add_rows, param, rows, grad)
 
-    def grouped_weight_grad(self, param: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor | None:
+    def grouped_weight_grad(
+        self, param: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, *, fixed: bool = False
+    ) -> Tensor | None:
         """See GradientSink."""
-        return self._now_or_later(self.inner.grouped_weight_grad, param, dy, x, offsets)
+        return self._now_or_later(functools.partial(self.inner.grouped_weight_grad, fixed=fixed), param, dy, x, offsets)
 
     def _now_or_later(self, contribute: Callable[..., Tensor | None], param: Tensor, *args: Any) -> Tensor | None:
         if not self.halves.is_open:

@@ -120,11 +120,11 @@ class Router(TokenWeight):
         hidden_size, num_experts: D and E.
         rule: how they are chosen, and how many.
         comm, sink, dtype, device: as TokenWeight.
-        has_bias: whether a bias of each expert is added to the scores by which is chosen. It is in
-            promote_types(dtype, float32), begins with zeros, and has no gradient.
+        has_bias: whether choices follow scores to which a bias of each expert is added, which begins as 0, in
+            promote_types(dtype, float32). Weights do not, so that it has no gradient: counts of tokens move it.
 
     Attributes:
-        balance: what is told how tokens were spread, and adds the gradient of the auxiliary loss (balance.py); None.
+        balance: what it is told of the auxiliary loss, and tells of its choices, where somebody trains it; or None.
 
     Raises:
         ValueError: the rule cannot choose among so many experts.
@@ -150,17 +150,18 @@ class Router(TokenWeight):
             self.e_score_correction_bias = Parameter(zeros, requires_grad=False)
 
     def tp_placements(self) -> Mapping[str, Placement]:
-        """See SaysPlacements: whole, both."""
-        return {"weight": whole(self.comm), "e_score_correction_bias": whole(self.comm)}
+        """See TokenWeight: the bias is whole too."""
+        bias = {} if self.e_score_correction_bias is None else {"e_score_correction_bias": whole(self.comm)}
+        return {**super().tp_placements(), **bias}
 
     def forward(self, x: Tensor) -> Routed:
         """Return where the rows of X[T, D] go."""
         weight = self.read()
         if not is_recorded():
             logits = router_logits(x, weight)
-            found = self.chosen(logits)
-            self.note(logits, found.counts)
-            return found
+            routed = self.chosen(logits)
+            self.noted(logits, routed.counts)
+            return routed
         return Routed(*_Route.apply(x, weight, self))
 
     def chosen(self, logits: Tensor) -> Routed:
@@ -169,30 +170,34 @@ class Router(TokenWeight):
         # Aliases: what is kept for a second forward must not hold the graph of the first.
         return Routed(*(of.detach() for of in found))
 
-    def _choose(self, logits: Tensor) -> Routed:
-        bias = self.e_score_correction_bias
-        bias = None if bias is None else bias.detach().to(logits.dtype)
-        experts, weights, counts = choose_forward(logits, bias, self.rule)
-        return Routed(weights, experts, counts, *sort_forward(experts, len(self.weight)))
-
-    def note(self, logits: Tensor, counts: Tensor) -> Tensor | None:
-        """Tell `balance` how tokens were spread; return what its gradient needs, None for none."""
+    def noted(self, logits: Tensor, counts: Tensor) -> Tensor | None:
+        """Note a choice where somebody asks for it; return what the auxiliary loss needs in backward, if anything."""
         return None if self.balance is None else self.balance.note(logits, counts)
+
+    def add_balance_(self, dlogits: Tensor, logits: Tensor, fractions: Tensor) -> None:
+        """Add the gradient of the auxiliary loss to dlogits[T, E]: of this rank's tokens, so that it counts once."""
+        assert self.balance is not None, "who has noted is still there"
+        own = len(logits) // self.comm.size
+        self.balance.add_gradient_(dlogits, logits, fractions, slice(self.comm.rank * own, (self.comm.rank + 1) * own))
+
+    def _choose(self, logits: Tensor) -> Routed:
+        experts, weights, counts = choose_forward(logits, self.e_score_correction_bias, self.rule)
+        return Routed(weights, experts, counts, *sort_forward(experts, len(self.weight)))
 
 
 class _Route(torch.autograd.Function):
     """Local shapes: X[T, D], w[E, D], logits[T, E], weights[T, k]; dweights, dlogits, dX and dw are partial(tp).
 
     forward:  logits = X @ w.T;  the choice, kept;  order
-    backward: dlogits of dweights;  dX = dlogits @ w, in X's dtype;  dw = dlogits.T @ X, into the sink
+    backward: dlogits of dweights, and of the auxiliary loss;  dX = dlogits @ w, in X's dtype;  dw = dlogits.T @ X, into
+              the sink
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, router: Router) -> tuple[Tensor, ...]:
         logits = router_logits(x, weight)
         found = router.chosen(logits)
-        ctx.fractions = router.note(logits, found.counts)
-        ctx.save_for_backward(x, weight, logits, found.experts, found.weights)
+        ctx.save_for_backward(x, weight, logits, found.experts, found.weights, router.noted(logits, found.counts))
         ctx.parameter, ctx.router = weight, router
         ctx.mark_non_differentiable(*found[1:])
         return tuple(found)
@@ -200,15 +205,11 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dweights: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         refuse_second_order("a router")
-        x, weight, logits, experts, weights = ctx.saved_tensors
-        router, comm = ctx.router, ctx.router.comm
-        dlogits = choose_backward(dweights, logits, experts, weights, router.rule)
-        if ctx.fractions is not None:
-            # What every rank has whole: each adds that of its own block of tokens, so that the sum has each once.
-            size = len(logits) // comm.size
-            own = slice(comm.rank * size, (comm.rank + 1) * size)
-            router.balance.add_gradient_(dlogits, logits, ctx.fractions, own)
-        return *_score_gradients(ctx, dlogits, x, weight, router), None
+        x, weight, logits, experts, weights, fractions = ctx.saved_tensors
+        dlogits = choose_backward(dweights, logits, experts, weights, ctx.router.rule)
+        if fractions is not None:
+            ctx.router.add_balance_(dlogits, logits, fractions)
+        return *_score_gradients(ctx, dlogits, x, weight, ctx.router), None
 
 
 class _Scores(torch.autograd.Function):

@@ -347,7 +347,6 @@ def experts(part: describe.Experts, parts: FastParts, dropout: Dropout | None) -
         parts.tp,
         shared_size=part.shared_size,
         shared_gated=part.shared_gated,
-        has_bias=part.has_bias,
         gathers_again=parts.gathers_again,
         **parts.options,
     )

@@ -87,6 +87,16 @@ def tiny_entries(architecture: str, seq: int) -> dict[str, Any]:
             "sliding_window": window,
         },
         "ministral3": {"head_dim": 64, "rope_parameters": {**yarn, "llama_4_scaling_beta": 0.1}},
+        "qwen3_moe": {
+            "head_dim": 128,
+            "rope_parameters": plain,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 144,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+        "mixtral": {"rope_parameters": plain, "num_local_experts": 4, "sliding_window": window},
         "phi3": {
             "original_max_position_embeddings": original,
             "rope_parameters": {

@@ -19,9 +19,11 @@ CONFIGS = {
     "phi3": "Phi3Config",
     "olmo3": "Olmo3Config",
     "ministral3": "Ministral3Config",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "mixtral": "MixtralConfig",
 }
 # Those with experts.
-EXPERTS = {"qwen3_moe": "Qwen3MoeConfig", "mixtral": "MixtralConfig"}
+EXPERTS = ("qwen3_moe", "mixtral")
 
 # Rotary positions of heads of 10 elements, of which 6 are rotated.
 LONGROPE = {
@@ -37,7 +39,7 @@ def drawn_config(architecture: str, seed: int, **given: Any) -> Any:
     """Return a tiny configuration: heads, KV heads, head size, ties, biases, eps, rotary positions, window, vocabulary.
 
     Args:
-        architecture: one of CONFIGS, or of EXPERTS.
+        architecture: one of CONFIGS.
         seed: equal seeds give equal configurations.
         given: entries that are not drawn.
     """
@@ -50,7 +52,7 @@ def drawn_config(architecture: str, seed: int, **given: Any) -> Any:
     if architecture in EXPERTS:
         # Its other ways do not take float64.
         entries["experts_implementation"] = "eager"
-    return getattr(transformers, (CONFIGS | EXPERTS)[architecture])(**entries | given)
+    return getattr(transformers, CONFIGS[architecture])(**entries | given)
 
 
 def _gpt2(draw: random.Random) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.architectures.drawn import CONFIGS, EXPERTS, LONGROPE, drawn_config
+from support.architectures.drawn import CONFIGS, LONGROPE, drawn_config
 from support.architectures.transformers_models import built
 from support.engine.parity import config_of, whole_weights
 from tpengine.architectures.model_path import model_at
@@ -25,7 +25,7 @@ from tpengine.runs.trainer import Trainer
 
 SIZES: dict[str, dict[str, Any]] = {
     name: dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=40, num_hidden_layers=4, intermediate_size=48)
-    for name in (*CONFIGS, *EXPERTS)
+    for name in CONFIGS
 } | {"gpt2": dict(n_layer=4, n_head=4, n_embd=24, n_positions=32)}
 SIZES["gemma3"]["layer_types"] = ["sliding_attention", "full_attention"] * 2
 SIZES["olmo3"]["layer_types"] = ["sliding_attention", "full_attention"] * 2

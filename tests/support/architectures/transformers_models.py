@@ -37,9 +37,12 @@ def tensor_of(model: ModelConfig, spec: ParameterSpec, weights: Mapping[str, Ten
     module, _, kind = spec.name.rpartition(".")
     found, architecture = rule_of(model, module), architecture_of(model)
     prefix = "" if module == "lm_head" else architecture.prefix
+    name = f"{prefix}{found.name}.{kind}"
     if found.is_stacked:
-        return torch.stack([weights[f"{prefix}{found.name.replace('#', str(i))}.{kind}"] for i in range(spec.shape[0])])
-    tensor = weights[f"{prefix}{found.name}.{kind}"]
+        names = [name.replace("#", str(number)) for number in range(spec.shape[0])]
+        return torch.stack([weights[of] for of in names]) if names[0] in weights else _in_memory(module, weights)
+    # In memory Mixtral's router has the name that all others have.
+    tensor = weights[name if name in weights else f"{prefix}{spec.name}"]
     if found.rule.is_transposed and tensor.dim() == 2:
         tensor = tensor.T
     if len(found.packed) > 1:
@@ -52,6 +55,14 @@ def tensor_of(model: ModelConfig, spec: ParameterSpec, weights: Mapping[str, Ten
         tensor = nn.functional.pad(tensor, (0, 0, 0, spec.shape[0] - spec.valid_rows))
     assert tensor.shape == spec.shape, (spec, tensor.shape)
     return tensor
+
+
+def _in_memory(module: str, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return a projection of all experts as transformers 5 has them in memory: gate and up are one tensor."""
+    parent, _, name = module.rpartition(".")
+    if name == "down_proj":
+        return weights[f"model.{module}"]
+    return weights[f"model.{parent}.gate_up_proj"].chunk(2, 1)[name == "up_proj"]
 
 
 def in_files(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

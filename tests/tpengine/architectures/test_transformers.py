@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures.drawn import CONFIGS, EXPERTS, drawn_config
+from support.architectures.drawn import CONFIGS, drawn_config
 from support.architectures.parity import assert_parity
 from support.architectures.transformers_models import Widened, built, config_json, in_files, ours
 
@@ -21,7 +21,7 @@ PROMPT, CONTINUED = 5, 32
 def cases(by_default: int) -> list[object]:
     return [
         pytest.param(name, seed, marks=() if seed < by_default else pytest.mark.slow)
-        for name in (*CONFIGS, *EXPERTS)
+        for name in CONFIGS
         for seed in range(20)
     ]
 
