@@ -318,6 +318,64 @@ def all_reduce_work(full_bytes: int, world: int) -> Work:
     return reduce_scatter_work(full_bytes, world) + all_gather_work(full_bytes // world, world)
 
 
+def dispatch_work(rows: int, crossing: int, hidden: int, item_bytes: int) -> Work:
+    """Return the work per rank of bringing rows[rows, hidden] to their experts' owners; also of combine's gradient.
+
+    Args:
+        rows: of this rank's experts, from all ranks.
+        crossing: of this rank's own rows, those whose expert is another rank's (`crossing_rows`).
+
+    Bytes: each row read and written; the rows that cross are sent, each as often as the token has experts there.
+    """
+    return Work(memory_bytes=2 * item_bytes * rows * hidden, link_bytes=item_bytes * crossing * hidden)
+
+
+def combine_work(tokens: int, choices: int, crossing: int, hidden: int, item_bytes: int) -> Work:
+    """Return the work per rank of bringing experts' rows back and adding those of each token; of dispatch's gradient.
+
+    Args:
+        tokens, choices: of this rank, and of a token.
+        crossing: rows that this rank's experts made for tokens of others.
+
+    Operations: a product and an addition for each element of each row. Bytes: a token's rows read, their sum written.
+    """
+    rows = tokens * choices
+    return Work(
+        flops=2 * rows * hidden,
+        memory_bytes=item_bytes * (rows + tokens) * hidden + _FLOAT_BYTES * rows,
+        link_bytes=item_bytes * crossing * hidden,
+    )
+
+
+def crossing_rows(counts: Sequence[Sequence[int]], rank: int) -> tuple[int, int]:
+    """Return how many rows a rank sends to others' experts, and how many rows of others its experts get.
+
+    Args:
+        counts: rows that each rank sends each expert, [N][E]; rank j owns experts jE/N to (j+1)E/N - 1.
+    """
+    per_rank = len(counts[0]) // len(counts)
+    own = slice(rank * per_rank, (rank + 1) * per_rank)
+    kept = sum(counts[rank][own])
+    return sum(counts[rank]) - kept, sum(sum(of_rank[own]) for of_rank in counts) - kept
+
+
+def hottest_share(expert_counts: Sequence[int], num_ranks: int) -> float:
+    """Return the rows of the rank whose experts get most, over the mean of all ranks: 1 where all get as many.
+
+        share = max over j of (sum of counts of experts jE/N .. (j+1)E/N - 1) / (sum of all counts / N)
+
+    All ranks wait for that rank: a layer whose products take `s` seconds where routing is even takes at
+    least share * s. It is the bound of the hottest rank, which no exchange can pass.
+
+    Args:
+        expert_counts: rows of each expert, of all ranks' tokens together.
+        num_ranks: N, which divides the number of experts.
+    """
+    per_rank = len(expert_counts) // num_ranks
+    by_rank = [sum(expert_counts[first : first + per_rank]) for first in range(0, len(expert_counts), per_rank)]
+    return max(by_rank) * num_ranks / sum(by_rank) if sum(by_rank) else 1.0
+
+
 @dataclass(frozen=True)
 class Rates:
     """What a GPU attains.

@@ -19,19 +19,30 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.experts import Routes
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
+from tpkernels.fused.experts import routes_of
 from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.ops.dropout import DropoutStream
+from tpkernels.ops.experts.route import Routing
 from tpkernels.ops.matmul.wgrad import wgrad_
 
 TOKENS, DIM, WIDTH = 7, 5, 3
 ops = torch.ops.tpkernels
+OF_EXPERTS = (ops.dispatch, ops.dispatch_backward, ops.combine, ops.combine_backward)
 
 
 def draw(*shape: int, grad: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(grad)
+
+
+def expert_routes(num_tokens: int, comm: Communicator) -> Routes:
+    """Two experts of twelve for each token; tokens of a rank choose alike, so that some experts have none."""
+    experts = torch.tensor([[(comm.rank + 1) * 5 % 12, comm.rank]] * num_tokens, dtype=torch.int32).view(-1, 2)
+    counts = torch.bincount(experts.flatten(), minlength=12).int()
+    return routes_of(Routing(experts, draw(num_tokens, 2), counts, draw(0)), comm)
 
 
 def samples(comm: Communicator, grad: bool) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -52,6 +63,13 @@ def samples(comm: Communicator, grad: bool) -> list[tuple[Any, tuple[Any, ...]]]
         (ops.matmul_all_reduce, (late, narrow, None, name)),
         (ops.dropout, (x, *mask, rows.start, 2, 2 + DIM)),
     ]
+    routes = expert_routes(own, comm)
+    routed = routes.order, routes.places, routes.weights.requires_grad_(grad), routes.counts
+    results = draw(routes.num_rows, DIM, grad=grad)
+    found += [
+        (ops.dispatch, (x, *routed[:2], routes.weights.detach(), routes.counts, routes.num_rows, name)),
+        (ops.combine, (results, *routed, grad, name)),
+    ]
     if not grad:  # these are parts of a backward pass and have none of their own
         found += [
             (ops.all_gather_matmul_dgrad, (dys, weights, draw(TOKENS, DIM), name)),
@@ -61,6 +79,8 @@ def samples(comm: Communicator, grad: bool) -> list[tuple[Any, tuple[Any, ...]]]
             (ops.matmul_reduce_scatter_dgrad, (x, narrow, name, TOKENS, True)),
             (ops.matmul_reduce_scatter_dgrad, (x, narrow, name, TOKENS, False)),
             (ops.matmul_reduce_scatter_gather, (x, name, TOKENS)),
+            (ops.dispatch_backward, (results, *routed, name)),
+            (ops.combine_backward, (x, draw(2 * own, DIM), *routed, routes.num_rows, name)),
             (ops.wgrad_, (draw(WIDTH, DIM), draw(TOKENS, WIDTH), draw(TOKENS, DIM))),
         ]
     return found
@@ -76,7 +96,7 @@ def communicator(by_kernels: bool) -> Communicator:
 def check_with_opcheck(grad: bool, by_kernels: bool = False, some: slice = slice(None)) -> None:
     comm = communicator(by_kernels)
     for op, arguments in samples(comm, grad)[some]:
-        if by_kernels and op in (ops.dropout, ops.wgrad_):  # they exchange nothing
+        if by_kernels and op in (ops.dropout, ops.wgrad_, *OF_EXPERTS):  # no kernel exchanges for them
             continue
         torch.library.opcheck(op.default, arguments)
 
@@ -112,10 +132,13 @@ def test_every_registered_operator_is_checked() -> None:
     listed = {op.default.name() for op, _ in samples(Communicator(None), grad=False)}
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tpkernels::")}
     missing = {
-        name for name in registered if name.split("::")[1].startswith(("all_", "matmul_", "wgrad", "dropout"))
+        name
+        for name in registered
+        if name.split("::")[1].startswith(("all_", "matmul_", "wgrad", "dropout", "dispatch", "combine"))
     } - listed
-    missing -= {"tpkernels::matmul_swiglu"}  # of one rank: in test_matmul.py
-    assert not missing and len(listed) == 10
+    # Of one rank: in test_matmul.py and ops/experts.
+    missing -= {"tpkernels::matmul_swiglu", "tpkernels::combine_rows", "tpkernels::combine_rows_backward"}
+    assert not missing and len(listed) == 14
 
 
 def check_fake_shapes(by_kernels: bool = False) -> None:

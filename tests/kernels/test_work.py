@@ -22,10 +22,14 @@ from tpkernels.work import (
     attention_work,
     combine_rows_backward_work,
     combine_rows_work,
+    combine_work,
     cross_entropy_gradient_work,
     cross_entropy_work,
+    crossing_rows,
+    dispatch_work,
     embedding_backward_work,
     embedding_work,
+    hottest_share,
     linear_cross_entropy_backward_work,
     linear_cross_entropy_work,
     link_seconds,
@@ -193,3 +197,17 @@ def test_a_matmul_of_1540_columns_takes_as_long_as_its_gather(m: int, k: int) ->
     for columns, ratio in ((1537, 1.0), (2 * 1537, 2.0)):
         for matmul, exchange in ((matmul_work(m, columns, k, 2), gather), (matmul_work(m, k, columns, 2), scatter)):
             assert matmul_seconds(matmul, rates) / link_seconds(exchange, rates) == pytest.approx(ratio, rel=1e-3)
+
+
+def test_rows_to_experts_and_back_row_by_row() -> None:
+    """Two ranks of 3 tokens with 2 choices, four experts; ranks own experts 0, 1 and 2, 3."""
+    chosen = [[(0, 1), (0, 2), (0, 3)], [(1, 0), (0, 1), (3, 2)]]
+    counts = [[sum(pair.count(e) for pair in of_rank) for e in range(4)] for of_rank in chosen]
+    leaving = [sum(e // 2 != rank for pair in of_rank for e in pair) for rank, of_rank in enumerate(chosen)]
+    assert [crossing_rows(counts, rank) for rank in range(2)] == [(leaving[0], leaving[1]), (leaving[1], leaving[0])]
+    rows = [sum(e // 2 == rank for of_rank in chosen for pair in of_rank for e in pair) for rank in range(2)]
+    # 5 columns of 2 bytes.
+    assert dispatch_work(rows[0], leaving[0], 5, 2) == Work(0, 2 * 10 * rows[0], 10 * leaving[0])
+    assert combine_work(3, 2, leaving[1], 5, 2) == Work(6 * 2 * 5, 10 * (6 + 3) + 4 * 6, 10 * leaving[1])
+    assert hottest_share([sum(of_expert) for of_expert in zip(*counts, strict=True)], 2) == max(rows) / 6
+    assert hottest_share([7, 0, 0, 0], 4) == 4 and hottest_share([3] * 6, 3) == hottest_share([0] * 4, 2) == 1

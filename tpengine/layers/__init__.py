@@ -3,6 +3,7 @@
 column.py row.py   column- and row-parallel layers, and their products; read column.py first
 prepared_weights.py  who owns the memory of a weight, and the forms in which it is multiplied
 experts.py routing.py  a mixture of experts: the networks, and which of them a token goes to
+spread_experts.py  the same, whole experts on several ranks, to which rows travel
 bias.py            biases, and learned positions
 attention.py mlp.py norm.py   the other layers of a block
 scores.py          how scores are made: rotary positions, window, scale
@@ -42,6 +43,7 @@ from tpengine.layers.replicated import check_replicated, clip_grad_norm_, replic
 from tpengine.layers.row import RowParallelLinear
 from tpengine.layers.rows import Documents, KeyValueCache
 from tpengine.layers.scores import Rotation, Scores
+from tpengine.layers.spread_experts import SpreadExperts
 from tpengine.layers.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from tpengine.layers.width_norm import WidthNorm, norm_over_ranks
 
@@ -66,6 +68,7 @@ __all__ = [
     "Rotation",
     "RowParallelLinear",
     "Scores",
+    "SpreadExperts",
     "SwiGLU",
     "VocabParallelEmbedding",
     "WidthNorm",

@@ -43,7 +43,8 @@ class ExpertWeight(nn.Module):
 
     Args:
         num_experts, out_features, in_features: E and the global sizes of an expert's matrix.
-        dim: the dim of w that is cut: 1 for an output-parallel product, 2 for an input-parallel one.
+        dim: the dim of w that is cut: 1 for an output-parallel product, 2 for an input-parallel one, 0 where each rank
+            has whole experts.
         comm, sink, dtype, device: as ColumnParallelLinear.
 
     Raises:
@@ -63,7 +64,7 @@ class ExpertWeight(nn.Module):
     ) -> None:
         super().__init__()
         shape = [num_experts, out_features, in_features]
-        shape[dim] = check_divides("an expert's width", shape[dim], comm.size)
+        shape[dim] = check_divides("an expert's width" if dim else "the number of experts", shape[dim], comm.size)
         self.comm, self.dim = comm, dim
         self.weight = Parameter(torch.empty(shape, dtype=dtype, device=device))
         nn.init.normal_(self.weight, std=in_features**-0.5)
@@ -81,6 +82,7 @@ class ExpertNetworks(nn.Module):
     Args:
         hidden_size, ffn_size, num_experts: D, F of one expert, and E, global; F divisible by tp.
         comm, sink, dtype, device: as ColumnParallelLinear.
+        spread: whether each rank of `comm` has E / N whole experts, instead of 1/N of each one's F.
 
     Shape: Xs [R, D] sorted by expert, offsets [E + 1]; Ys [R, D].
 
@@ -95,15 +97,17 @@ class ExpertNetworks(nn.Module):
         comm: Communicator,
         *,
         sink: GradientSink | None = None,
+        spread: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
         self.sink: GradientSink = sink or GradientSink()
+        rows, columns = (0, 0) if spread else (1, 2)
         # A shard of exact mode has the same bits wherever its rows lie.
         self.fixed = isinstance(comm, ShardCommunicator)
-        self.gate_proj = ExpertWeight(num_experts, ffn_size, hidden_size, 1, comm, **options)
-        self.up_proj = ExpertWeight(num_experts, ffn_size, hidden_size, 1, comm, **options)
-        self.down_proj = ExpertWeight(num_experts, hidden_size, ffn_size, 2, comm, **options)
+        self.gate_proj = ExpertWeight(num_experts, ffn_size, hidden_size, rows, comm, **options)
+        self.up_proj = ExpertWeight(num_experts, ffn_size, hidden_size, rows, comm, **options)
+        self.down_proj = ExpertWeight(num_experts, hidden_size, ffn_size, columns, comm, **options)
 
     def forward(self, xs: Tensor, offsets: Tensor) -> Tensor:
         """Xs[R, D] -> Ys[R, D]."""
@@ -226,7 +230,59 @@ class _WithoutExchange(ShardCommunicator):
         return 1
 
 
-class MixtureOfExperts(nn.Module):
+class Mixture(nn.Module):
+    """What both forms of a mixture have: a router, experts, and a network that every token goes through, or none.
+
+    Args:
+        hidden_size, shared_size, shared_gated: as MixtureOfExperts.
+        gate, experts: the parts.
+        comm: of the score that gates the shared network; `inside` of that network itself.
+        gathers_again, options: of the shared network, and of both.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        gate: Router,
+        experts: ExpertNetworks,
+        comm: Communicator,
+        inside: Communicator,
+        *,
+        shared_size: int,
+        shared_gated: bool,
+        gathers_again: bool,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.comm, self.gate, self.experts = comm, gate, experts
+        self.shared_expert: FeedForward | None = None
+        self.shared_expert_gate: TokenScores | None = None
+        if shared_size:
+            self.shared_expert = FeedForward(hidden_size, shared_size, inside, gathers_again=gathers_again, **options)
+            if shared_gated:
+                self.shared_expert_gate = TokenScores(hidden_size, 1, comm, **options)
+
+    def shared(self, x: Tensor) -> Tensor:
+        """Return what every token gets, y[T, D], partial(tp) if `inside` sums nothing."""
+        assert self.shared_expert is not None
+        y: Tensor = self.shared_expert(x)
+        return y if self.shared_expert_gate is None else (self.shared_expert_gate(x).sigmoid() * y).to(y.dtype)
+
+    def prepare(self, num_tokens: int) -> None:
+        """Prepare the shared network's weights: see ColumnParallelLinear.prepare. Experts' are read as they lie.
+
+        How many rows an expert gets is not known before, and a copy of all experts is most of a model.
+        """
+        if self.shared_expert is not None:
+            self.shared_expert.prepare(num_tokens)
+
+    def release(self) -> None:
+        """Release all prepared weights: see ColumnParallelLinear.release."""
+        if self.shared_expert is not None:
+            self.shared_expert.release()
+
+
+class MixtureOfExperts(Mixture):
     """Send every token to k of E feed-forward networks, and add up what they make of it.
 
         experts, weights[T, k] = route(X), X = all_gather_tp(x[T/tp, D])
@@ -269,20 +325,18 @@ class MixtureOfExperts(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
         options: dict[str, Any] = dict(sink=sink, dtype=dtype, device=device)
-        self.comm = comm
-        self.gate = Router(hidden_size, num_experts, rule, comm, has_bias=has_bias, **options)
-        self.experts = ExpertNetworks(hidden_size, ffn_size, num_experts, comm, **options)
-        self.shared_expert: FeedForward | None = None
-        self.shared_expert_gate: TokenScores | None = None
-        if shared_size:
-            inside = _inside(comm)
-            self.shared_expert = FeedForward(
-                hidden_size, shared_size, inside, gathers_again=gathers_again, **options
-            )
-            if shared_gated:
-                self.shared_expert_gate = TokenScores(hidden_size, 1, comm, **options)
+        super().__init__(
+            hidden_size,
+            Router(hidden_size, num_experts, rule, comm, has_bias=has_bias, **options),
+            ExpertNetworks(hidden_size, ffn_size, num_experts, comm, **options),
+            comm,
+            _inside(comm),
+            shared_size=shared_size,
+            shared_gated=shared_gated,
+            gathers_again=gathers_again,
+            **options,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
@@ -293,15 +347,9 @@ class MixtureOfExperts(nn.Module):
         routed: Routed = self.gate(x)
         y = combined(self.experts(rows_of(x, routed), routed.offsets), routed)
         if self.shared_expert is not None:
-            y = y + self._shared(x)
+            y = y + self.shared(x)
         # One sum for all.
         return self._summed(y)
-
-    def _shared(self, x: Tensor) -> Tensor:
-        """Return what every token gets, y[T, D], partial(tp)."""
-        assert self.shared_expert is not None
-        y: Tensor = self.shared_expert(x)
-        return y if self.shared_expert_gate is None else (self.shared_expert_gate(x).sigmoid() * y).to(y.dtype)
 
     def _gathered(self, x: Tensor) -> Tensor:
         return x if isinstance(self.comm, ShardCommunicator | WholeRows) else gather(x, self.comm)
@@ -310,19 +358,6 @@ class MixtureOfExperts(nn.Module):
         if isinstance(self.comm, ShardCommunicator):
             return y
         return self.comm.reduce_scatter(y) if isinstance(self.comm, WholeRows) else reduce_scatter(y, self.comm)
-
-    def prepare(self, num_tokens: int) -> None:
-        """Prepare the shared network's weights: see ColumnParallelLinear.prepare. Experts' are read as they lie.
-
-        How many rows an expert gets is not known before, and a copy of all experts is most of a model.
-        """
-        if self.shared_expert is not None:
-            self.shared_expert.prepare(num_tokens)
-
-    def release(self) -> None:
-        """Release all prepared weights: see ColumnParallelLinear.release."""
-        if self.shared_expert is not None:
-            self.shared_expert.release()
 
 
 def _inside(comm: Communicator) -> Communicator:

@@ -120,6 +120,7 @@ class Router(TokenWeight):
         hidden_size, num_experts: D and E.
         rule: how they are chosen, and how many.
         comm, sink, dtype, device: as TokenWeight.
+        own_tokens: whether X is this rank's tokens alone, and not those of all tp ranks: then dweights is whole.
         has_bias: whether choices follow scores to which a bias of each expert is added, which begins as 0, in
             promote_types(dtype, float32). Weights do not, so that it has no gradient: counts of tokens move it.
 
@@ -137,12 +138,13 @@ class Router(TokenWeight):
         rule: ChoiceRule,
         comm: Communicator,
         *,
+        own_tokens: bool = False,
         has_bias: bool = False,
         **options: Any,
     ) -> None:
         check_choice(num_experts, None, rule)
         super().__init__(hidden_size, num_experts, comm, **options)
-        self.rule = rule
+        self.rule, self.own_tokens = rule, own_tokens
         self.balance: LayerBalance | None = None
         self.e_score_correction_bias: Parameter | None = None
         if has_bias:
@@ -178,7 +180,8 @@ class Router(TokenWeight):
         """Add the gradient of the auxiliary loss to dlogits[T, E]: of this rank's tokens, so that it counts once."""
         assert self.balance is not None, "who has noted is still there"
         own = len(logits) // self.comm.size
-        self.balance.add_gradient_(dlogits, logits, fractions, slice(self.comm.rank * own, (self.comm.rank + 1) * own))
+        rows = slice(None) if self.own_tokens else slice(self.comm.rank * own, (self.comm.rank + 1) * own)
+        self.balance.add_gradient_(dlogits, logits, fractions, rows)
 
     def _choose(self, logits: Tensor) -> Routed:
         experts, weights, counts = choose_forward(logits, self.e_score_correction_bias, self.rule)

@@ -31,6 +31,7 @@ from tpengine.layers.mlp import FeedForward
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
 from tpengine.layers.query_scaling import QueryScaling
 from tpengine.layers.scores import Rotation, Scores
+from tpengine.layers.spread_experts import SpreadExperts
 from tpengine.layers.vocabulary import VocabParallelEmbedding
 from tpengine.layers.width_norm import WidthNorm
 from tpengine.model.exact import (
@@ -339,17 +340,17 @@ def feed_forward(part: describe.FeedForward, parts: FastParts, dropout: Dropout 
 def experts(part: describe.Experts, parts: FastParts, dropout: Dropout | None) -> nn.Module:
     """x[T/tp, D] -> x[T/tp, D]; nothing is dropped inside (config/rules.py)."""
     rule = ChoiceRule(part.top_k, part.scoring, part.normalize, part.scale, part.num_groups, part.top_groups)
-    return MixtureOfExperts(
-        parts.model.hidden_size,
-        part.ffn_size,
-        part.num_experts,
-        rule,
-        parts.tp,
+    options: dict[str, Any] = dict(
+        has_bias=part.has_bias,
         shared_size=part.shared_size,
         shared_gated=part.shared_gated,
         gathers_again=parts.gathers_again,
         **parts.options,
     )
+    sizes = parts.model.hidden_size, part.ffn_size, part.num_experts
+    if parts.experts_comm is not None:
+        return SpreadExperts(*sizes, rule, parts.tp, parts.experts_comm, **options)
+    return MixtureOfExperts(*sizes, rule, parts.tp, **options)
 
 
 def exact_norm(part: describe.Norm, parts: ExactParts, dropout: Dropout | None = None) -> ExactNorm:

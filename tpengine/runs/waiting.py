@@ -128,11 +128,11 @@ def awaited(state: TrainState, what: object) -> dict[str, list[int]]:
         sharing = {} if mesh.ep is None else {"ep": _members(mesh.ep)}
         return _others({"tp": _members(mesh.tp), **sharing})
     if what.kind is Kind.CLIP:
-        # The last stage also sums the losses over the replicas; where these own slices, or other experts, all sum their
-        # squares, and with experts their counts.
+        # The last stage also sums the losses over the replicas; where these own slices, all sum their squares, and with
+        # experts, which may differ too, their counts.
         has_experts = state.part.config.model.details.num_experts > 0
-        differ = state.sliced is not None or has_experts
-        replicas = {"dp": _members(mesh.dp)} if state.model.is_last or differ else {}
+        meets = state.model.is_last or state.sliced is not None or has_experts
+        replicas = {"dp": _members(mesh.dp)} if meets else {}
         return _others({"tp": _members(mesh.tp), "pp": _members(mesh.pp), **replicas})
     if what.kind is Kind.TIE_REDUCE and mesh.ends is not None:
         return _others({"pp": _members(mesh.ends)})

@@ -2,6 +2,7 @@
 
     gather           each rank publishes its shard; the others read it in place. A rank begins with its own shard
     publish          the same of parts of any size, which each rank writes where the others read them
+    meet             what publish is made of: each rank writes into its memory what it likes, then reads the peers'
     reduce_scatter   each rank writes partial results for the other owners, then its own, and adds what the others wrote
 
 Both let the caller work on each piece as soon as it is there, so that a matmul computes while other ranks are still
@@ -14,10 +15,8 @@ A tensor larger than a generation of the arena moves in pieces. Each piece is a 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
@@ -26,6 +25,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from tpkernels.exchange.calls import (
+    GATHERS,
+    OPERATIONS,
+    PUBLISHES,
+    REFUSED,
+    SCATTERS,
+    SUMS,
+    described,
+    words_of,
+)
 from tpkernels.exchange.tree import tree_sum
 from tpkernels.symmetric.memory import ALIGNMENT_BYTES, HostMemory, check_num_bytes
 from tpkernels.symmetric.processes import close_to_children
@@ -34,22 +43,6 @@ from tpkernels.symmetric.signals import SPIN_SECONDS, PeerError, Signals, contro
 NUM_GENERATIONS = 2
 # How long to wait for all shards to come at once. Splitting a matmul costs about as much, to copy its parts into place.
 _SOON_SECONDS = 1e-4
-OPERATIONS = (
-    "a refused call",
-    "all_gather",
-    "reduce_scatter",
-    "all_reduce",
-    "all_gather_matmul",
-    "matmul_reduce_scatter",
-    "matmul_all_reduce",
-)
-
-
-# Announced by a rank that takes part in a call only to say that it cannot make it.
-_REFUSED = (0, 0, 0, 0, 0, 0)
-# An operator's forward and its dual have the same name: this field says which of the two gathers and which scatters.
-_GATHERS, _SCATTERS, _SUMS, _PUBLISHES = 1, 2, 3, 4
-_KINDS = {_GATHERS: "gathers rows", _SCATTERS: "scatters sums", _SUMS: "sums rows", _PUBLISHES: "publishes parts"}
 
 
 class CallMismatch(ValueError):
@@ -157,10 +150,10 @@ class Arena:
         It takes part in the call with an announcement of its own. So the others raise CallMismatch, instead of waiting
         for this rank.
         """
-        self.begin(_REFUSED)
+        self.begin(REFUSED)
         for peer in self._peers:
             self.signals.notify(peer, self.epoch)
-        self._hear_all(_REFUSED)
+        self._hear_all(REFUSED)
         raise ValueError(message)
 
     def gather(
@@ -194,7 +187,7 @@ class Arena:
         rows_per_piece = self._rows_that_fit(self.generation_bytes, columns * item, operation)
         most = -(-num_rows // self.world)
         for first in range(0, max(most, 1), rows_per_piece):
-            call = _call(operation, _GATHERS, num_rows, columns, x.dtype, first)
+            call = words_of(operation, GATHERS, num_rows, columns, x.dtype, first)
             generation = self.begin(call)
             with self._poison_if_left(operation):
                 # Publish: copy this rank's shard into its arena, and raise its flag for every peer.
@@ -230,15 +223,48 @@ class Arena:
             As `gather`.
         """
         self._rows_that_fit(self.generation_bytes, max(numels) * dtype.itemsize, "all_gather")
-        call = _call("all_gather", _PUBLISHES, sum(numels), 1, dtype, 0)
-        generation = self.begin(call)
-        with self._poison_if_left("all_gather"):
+
+        def write_own(generation: int) -> None:
             write(self.block(self.rank, generation, 0, (numels[self.rank],), dtype))
+
+        for peer, generation in self.meet("all_gather", PUBLISHES, (sum(numels), 1, 0), dtype, write_own):
+            if peer != self.rank:
+                yield peer, self.block(peer, generation, 0, (numels[peer],), dtype)
+
+    def meet(
+        self,
+        operation: str,
+        kind: int,
+        sizes: tuple[int, int, int],
+        dtype: torch.dtype,
+        write: Callable[[int], object],
+    ) -> Iterator[tuple[int, int]]:
+        """Let every rank write into its own memory, and yield the ranks as what they wrote may be read.
+
+        Args:
+            operation: name of the operation, for messages.
+            kind: what the call does (calls.py).
+            sizes: rows, columns and first row or column of the piece; with the rest what all ranks must agree on.
+            dtype: of what is exchanged.
+            write: fills this rank's part (`block`) of the generation that it is given.
+
+        Yields:
+            (rank, generation): first this rank, then rank + 1, ... Read a peer's blocks before asking for the next.
+
+        Raises:
+            CallMismatch, PeerError: as `gather`.
+        """
+        num_rows, columns, first = sizes
+        call = words_of(operation, kind, num_rows, columns, dtype, first)
+        generation = self.begin(call)
+        with self._poison_if_left(operation):
+            write(generation)
             for peer in self._peers:
                 self.signals.notify(peer, self.epoch)
+            yield self.rank, generation
             for peer in self._peers:
                 self.wait(peer, generation, call)
-                yield peer, self.block(peer, generation, 0, (numels[peer],), dtype)
+                yield peer, generation
 
     def _peers_shards(
         self,
@@ -294,7 +320,7 @@ class Arena:
         is_new = into is None and most <= rows_per_piece
         total = torch.empty(own.stop - own.start, columns, dtype=dtype) if into is None else into
         for first in range(0, max(most, 1), rows_per_piece):
-            call = _call(operation, _SCATTERS, num_rows, columns, dtype, first)
+            call = words_of(operation, SCATTERS, num_rows, columns, dtype, first)
             generation = self.begin(call)
             with self._poison_if_left(operation):
                 # Write: a partial result for each peer, and raise the flag for it.
@@ -337,7 +363,7 @@ class Arena:
         Numerics: as reduce_scatter. Cost: each rank reads (R - 1) times its bytes, and adds R tensors.
         """
         self._rows_that_fit(self.generation_bytes, x.numel() * x.element_size(), "all_reduce")
-        call = _call("all_reduce", _SUMS, len(x), x.shape[1], x.dtype, 0)
+        call = words_of("all_reduce", SUMS, len(x), x.shape[1], x.dtype, 0)
         generation = self.begin(call)
         with self._poison_if_left("all_reduce"):
             self.block(self.rank, generation, 0, x.shape, x.dtype).copy_(x)
@@ -375,7 +401,7 @@ class Arena:
             self._hear_all(call)
             self._ended_by = CallMismatch(
                 f"every rank of group {self.name} must make the same call: rank {self._members[self.rank]} calls "
-                f"{_describe(call)}, rank {self._members[peer]} {_describe(theirs)}: make both the same"
+                f"{described(call)}, rank {self._members[peer]} {described(theirs)}: make both the same"
             )
             raise self._ended_by
 
@@ -417,29 +443,6 @@ class Arena:
         """Return a view of a part of a rank's data in one generation."""
         offset = self._data_offset + generation * self.generation_bytes + offset_bytes
         return self.memory.block(owner, offset, shape, dtype)
-
-
-def _call(operation: str, kind: int, num_rows: int, columns: int, dtype: torch.dtype, first: int) -> tuple[int, ...]:
-    """Return what all ranks must agree on in a call, as int32 words."""
-    sizes = (num_rows, columns, first)
-    return (OPERATIONS.index(operation), kind, *(wrapped(size) for size in sizes), _dtype_number(dtype))
-
-
-@functools.cache
-def _dtype_number(dtype: torch.dtype) -> int:
-    """Return the number of a dtype, the same in every process."""
-    return zlib.crc32(str(dtype).encode()) & 0x7FFFFFFF
-
-
-def _describe(call: tuple[int, ...]) -> str:
-    operation, kind, num_rows, columns, first, dtype = call
-    if operation == 0:
-        return "something it refused"
-    names = {
-        _dtype_number(t): str(t).removeprefix("torch.") for t in vars(torch).values() if isinstance(t, torch.dtype)
-    }
-    name = names.get(dtype, "of an unknown dtype")
-    return f"{OPERATIONS[operation]} of {num_rows} x {columns} {name} from row {first}, which {_KINDS[kind]}"
 
 
 def piece_of(rows: slice, first: int, num_rows: int) -> slice:

@@ -8,7 +8,7 @@ ranks, so that it is the same on every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,16 @@ class Collectives:
         x = _padded(x, self.size * -(-len(x) // self.size))
         part = self._on_host(self._exchange_and_add, x) if self.is_gloo else self._exchange_and_add(x)
         return part[: own.stop - own.start]
+
+    def exchange_rows(self, x: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
+        """Send rank j its num_sent[j] rows of x, which lie in the order of ranks; return what came, in that order."""
+
+        def exchanged(rows: Tensor) -> Tensor:
+            out = rows.new_empty(sum(num_received), *rows.shape[1:])
+            dist.all_to_all_single(out, rows, list(num_received), list(num_sent), group=self._group)
+            return out
+
+        return self._on_host(exchanged, x.contiguous()) if self.is_gloo else exchanged(x.contiguous())
 
     def _on_host(self, exchange: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return exchange(x.cpu()).to(x.device) if x.is_cuda else exchange(x)

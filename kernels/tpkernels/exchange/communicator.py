@@ -51,6 +51,7 @@ _CLOSED_TO_CHILDREN = (
     "start_all_reduce_in_tree",
     "start_all_gather",
     "start_reduce_scatter",
+    "all_to_all_rows",
     "broadcast_",
     "_start",
 )
@@ -302,6 +303,19 @@ class Communicator:
             "reduce_scatter",
         )
         return total.view(len(total), *terms[0].shape[1:])
+
+    @torch.no_grad()
+    def all_to_all_rows(self, x: Tensor, num_sent: Sequence[int], num_received: Sequence[int]) -> Tensor:
+        """Send each rank rows of x, and return the rows that came; always by the process group's all-to-all.
+
+        Args:
+            x: [sum(num_sent), ...]: the rows for rank 0, then those for rank 1, ...
+            num_sent, num_received: rows to, and from, each rank; what i sends to j, j receives from i.
+
+        Returns:
+            [sum(num_received), ...]: the rows from rank 0, then those from rank 1, ...; with one rank `x` itself.
+        """
+        return x if self.size == 1 else self._collectives.exchange_rows(x, num_sent, num_received)
 
     @torch.no_grad()
     def all_reduce_in_tree_(self, x: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ def test_of_one_layer_the_loss_is_hugging_faces() -> None:
     tables, (logits, counts) = tables_of(), routed()
     tables.of(1).note(logits, counts)
     theirs = load_balancing_loss_func((logits,), NUM_EXPERTS, TOP_K)
-    assert tables.losses[0, 2].item() == pytest.approx(float(theirs), rel=1e-12)
+    # Theirs is in float32.
+    assert tables.losses[0, 2].item() == pytest.approx(float(theirs), rel=1e-6)
 
 
 def test_of_even_choices_the_loss_is_the_number_of_choices() -> None:

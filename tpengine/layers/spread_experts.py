@@ -1,0 +1,160 @@
+"""A mixture of experts whose whole networks lie on N ranks: rows of tokens travel to them, and back.
+
+    experts, weights[t, k], order = route(x[t, D])            routing.py; t = T/tp, each rank its own tokens
+    routes = the counts of all N ranks                        tpkernels.exchange.experts: one wait for the host
+    Xs[R', D] = dispatch(x)                                   by expert, then by source rank, token and choice
+    Hs[R', F], Ys[R', D]                                      experts.py: E/N whole experts
+    y[t] = sum over j of weights[t, j] (row of Ys of (t, j))  combine: k terms in the order of the choice, by the owner
+    y[t, D] += shared(x)                                      its width cut over tp, with exchanges of its own
+
+The N ranks are those of tp, or of tp and some of dp: then replicas share experts, and no weight of an expert lies on
+two of them. An expert's gradient is whole where the expert is: of the tokens of all N ranks. The router's is a part, of
+this rank's tokens, as that of a norm's weight. An expert's rows lie in the order of the global tokens, so its bits do
+not depend on N as far as those of its products do not depend on how the rows of other experts lie.
+
+Routing and counts are kept where the layer is computed again: what is exchanged a second time are rows alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tpkernels.again import once
+from tpkernels.autocast import lowered
+from tpkernels.derivatives import differentiable_once, is_recorded
+from tpkernels.exchange.arena import shard_rows
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.experts import Routes, combine_gradients, exchange_counts, rows_to_experts, rows_to_tokens
+from tpkernels.ops.experts.choose import ChoiceRule
+from tpkernels.ops.experts.rows import combine_forward, take_backward
+
+from tpengine.layers.collectives import WholeRows
+from tpengine.layers.experts import ExpertNetworks, Mixture
+from tpengine.layers.gradient_sink import GradientSink
+from tpengine.layers.routing import Routed, Router
+
+
+class _Dispatched(torch.autograd.Function):
+    """Local shapes: x[t, D], Xs[R', D].  Xs = dispatch(x);  dx[t] = the sum of dXs' k rows of t, in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, routes: Routes, comm: Communicator) -> Tensor:
+        ctx.routes, ctx.comm = routes, comm
+        return rows_to_experts(x, routes, comm)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
+        returned = rows_to_tokens(drows.contiguous(), ctx.routes, ctx.comm)
+        return take_backward(returned, ctx.routes.places, ctx.routes.num_choices), None, None
+
+
+class _Combined(torch.autograd.Function):
+    """Local shapes: Ys[R', D], weights[t, k], y[t, D].
+
+    forward:  y[t] = sum over j of weights[t, j] (row of Ys of (t, j))
+    backward: dYs = weights * dy, at the experts' owner;  dweights[t, j] = <dy[t], row of Ys of (t, j)>
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ys: Tensor, weights: Tensor, routes: Routes, comm: Communicator) -> Tensor:
+        returned = rows_to_tokens(ys, routes, comm)
+        ctx.save_for_backward(returned, weights)
+        ctx.routes, ctx.comm = routes, comm
+        return combine_forward(returned, routes.places, weights)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        returned, weights = ctx.saved_tensors
+        routes = replace(ctx.routes, weights=weights)
+        of_weights = ctx.needs_input_grad[1]
+        return *combine_gradients(dy.contiguous(), returned, routes, ctx.comm, of_weights=of_weights), None, None
+
+
+class SpreadExperts(Mixture):
+    """Send every token to k of E feed-forward networks, of which each of N ranks has E / N whole ones.
+
+        experts, weights[t, k] = route(x[t, D]), t = T/tp
+        y[t, D] = sum over j of weights[t, j] expert(experts[t, j])(x_t) + shared(x_t)
+
+    Args:
+        hidden_size, ffn_size, num_experts: D, F of one expert, and E, global; E divisible by N.
+        rule, has_bias, shared_size, shared_gated, gathers_again: as MixtureOfExperts.
+        comm: the tp ranks, whose tokens are cut.
+        experts_comm: the N ranks that share the experts: those of tp, or more.
+        sink, dtype, device: as ColumnParallelLinear.
+
+    Shape: x [T/tp, D], y [T/tp, D].
+
+    Raises:
+        ValueError: N does not divide E; k is more than E, or groups do not divide E.
+
+    Cost: 6*R'*D*F flops, where R' is what this rank's experts get, T*k/tp on average; 2*T/tp*E*D for the router. Of
+        T*k/tp rows (N - 1)/N are sent, and as many come back, on average (work.py: dispatch_work, hottest_share).
+        Keeps R'*D, 3*R'*F, and T*k/tp*D for the weights' gradient.
+    Numerics: as MixtureOfExperts.
+    Source: Lepikhin et al., "GShard", arXiv 2006.16668; without capacity, as in Gale et al., "MegaBlocks", arXiv
+        2211.15841.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        num_experts: int,
+        rule: ChoiceRule,
+        comm: Communicator,
+        experts_comm: Communicator,
+        *,
+        has_bias: bool = False,
+        shared_size: int = 0,
+        shared_gated: bool = False,
+        sink: GradientSink | None = None,
+        gathers_again: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        options: dict[str, Any] = dict(sink=sink, dtype=dtype, device=device)
+        super().__init__(
+            hidden_size,
+            Router(hidden_size, num_experts, rule, comm, own_tokens=True, has_bias=has_bias, **options),
+            ExpertNetworks(hidden_size, ffn_size, num_experts, experts_comm, spread=True, **options),
+            comm,
+            comm,
+            shared_size=shared_size,
+            shared_gated=shared_gated,
+            gathers_again=gathers_again,
+            **options,
+        )
+        self.experts_comm = experts_comm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x[T/tp, D] -> y[T/tp, D]."""
+        (x,) = lowered(x)
+        if isinstance(self.comm, WholeRows):
+            # Every rank has all rows: each sends its share, and all get what comes back.
+            own = shard_rows(len(x), self.comm.size, self.comm.rank)
+            y = self.comm.over.all_gather_rows(self._by_experts(x[own]), len(x))
+        else:
+            y = self._by_experts(x)
+        return y if self.shared_expert is None else y + self.shared(x)
+
+    def _by_experts(self, x: Tensor) -> Tensor:
+        """Return what the experts make of this rank's tokens x[t, D]."""
+        comm, routed = self.experts_comm, self.gate(x)
+        routes = once(lambda: _routes_of(routed, comm))
+        if not is_recorded():
+            ys = self.experts(rows_to_experts(x, routes, comm), routes.offsets)
+            return combine_forward(rows_to_tokens(ys, routes, comm), routes.places, routes.weights)
+        ys = self.experts(_Dispatched.apply(x, routes, comm), routes.offsets)
+        y: Tensor = _Combined.apply(ys, routed.weights, routes, comm)
+        return y
+
+
+def _routes_of(routed: Routed, comm: Communicator) -> Routes:
+    # Detached: what is kept for a second forward must not hold the graph of the first.
+    return exchange_counts(routed.order, routed.places, routed.weights.detach(), routed.counts, comm)
