@@ -144,6 +144,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "a machine's file for plan and advise, from microbenchmarks",
             ),
             (
+                "moe",
+                "kernels.host_experts",
+                "a layer of experts on the CPU, forward and backward, against transformers' eager and grouped ones",
+            ),
+            (
                 "overlap",
                 "overlap.command",
                 "sharded matmuls fused with their communication, against matmul then collective",

@@ -69,7 +69,7 @@ class Options:
     """Cases of these operators, such as attention_qkv; by default all."""
     models: tuple[str, ...] | None = None
     """Models whose per-rank shapes, at tp 8, are used: llama3_8b, llama3_70b, llama3_405b, by default these; undivided
-    llama3_8b_whole, llama_1b."""
+    llama3_8b_whole, llama_1b, qwen3_30b_a3b (its experts)."""
     seqs: tuple[int, ...] | None = None
     """Tokens per sequence; by default 4096, 8192 and 32768."""
     batch: int = 1

@@ -9,7 +9,18 @@ from typing import ClassVar, Literal
 
 from tpkernels.work import Work, activation_backward_work, activation_work, matmul_work
 
-from tpengine.architectures.part import BackwardWalk, Kept, Kernel, Ledger, Operator, Part, Product, Shapes, Sizes
+from tpengine.architectures.part import (
+    BackwardWalk,
+    Exchange,
+    Kept,
+    Kernel,
+    Ledger,
+    Operator,
+    Part,
+    Product,
+    Shapes,
+    Sizes,
+)
 from tpengine.config import ModelConfig
 
 # Bytes of the number of an expert, or of a row.
@@ -109,27 +120,57 @@ class Experts(Part):
         shapes = {name: shape for name, shape in self.shapes(model).items() if len(shape) > 1}
         return {name: share[name] * math.prod(shape[1:]) for name, shape in shapes.items()}
 
+    def tokens(self, s: Sizes) -> int:
+        """Return n, the tokens that a rank routes: T, or its own t where ranks share out whole experts."""
+        return s.own_tokens if s.ep > 1 else s.tokens
+
+    def sent(self, s: Sizes) -> int:
+        """Return n k, the rows that these tokens are in."""
+        return self.tokens(s) * self.top_k
+
     def rows(self, s: Sizes) -> int:
-        """Return R, the rows of a rank's experts: k for each token, times the rank's load."""
-        return s.loaded(s.tokens * self.top_k)
+        """Return R, the rows of a rank's experts: n k, times the rank's load where ranks share out whole experts.
+
+        No rank gets more than all rows. Where each expert is cut over tp, all ranks multiply the same rows.
+        """
+        return math.ceil(self.sent(s) * min(s.load, s.ep)) if s.ep > 1 else self.sent(s)
 
     def width(self, s: Sizes) -> int:
         """Return F of this rank."""
-        return self.ffn_size // s.tp
+        return self.ffn_size if s.ep > 1 else self.ffn_size // s.tp
 
     def products(self, s: Sizes) -> tuple[Product, ...]:
         """Return gate and up of the chosen experts, side by side, and down; then those of the shared ones."""
-        rows, num, width, shared = self.rows(s), self.num_experts, self.width(s), self.shared_size // s.tp
-        chosen = Product(2 * width, s.hidden, "columns", rows, num), Product(s.hidden, width, "inner", rows, num)
+        rows, num, width, shared = self.rows(s), self.num_experts // s.ep, self.width(s), self.shared_size // s.tp
+        chosen = (
+            Product(2 * width, s.hidden, "columns", rows, num, exchanged=False),
+            Product(s.hidden, width, "inner", rows, num, exchanged=False),
+        )
         if not shared:
             return chosen
-        return *chosen, Product(2 * shared, s.hidden, "columns"), Product(s.hidden, shared, "inner")
+        return (
+            *chosen,
+            Product(2 * shared, s.hidden, "columns", exchanged=False),
+            Product(s.hidden, shared, "inner", exchanged=False),
+        )
+
+    def exchanges(self, s: Sizes) -> tuple[Exchange, ...]:
+        """Return what ranks exchange, forward and again backward: all tokens and their sums, or rows, there and back.
+
+        Nothing hides them. Where whole experts are shared out, the rank that gets most rows takes longest.
+        """
+        found: list[Exchange] = []
+        if s.ep > 1:
+            found += 2 * [Exchange(self.rows(s) * s.hidden * s.item, ("ep",))]
+        if s.tp > 1 and (s.ep == 1 or self.shared_size):
+            found += 2 * [Exchange(s.tokens * s.hidden * s.item)]
+        return tuple(found)
 
     def forward(self, s: Sizes) -> tuple[Operator, ...]:
         """Return the router, the rows of each expert, the products with the activation between them, their sums."""
         gate_up, down, *shared = self.products(s)
         middle = Kernel("activation", activation_work(self.rows(s), self.width(s), s.item, gated=True))
-        operators: list[Operator] = [*self._routed(s), gate_up, middle, down, self._moved(s)]
+        operators: list[Operator] = [*self._routed(s), *self.exchanges(s), gate_up, middle, down, self._moved(s)]
         if shared:
             work = activation_work(s.tokens, self.shared_size // s.tp, s.item, gated=True)
             operators += [shared[0], Kernel("activation", work), shared[1]]
@@ -139,20 +180,21 @@ class Experts(Part):
         """Return the gradients of the sums, of the activation, of the rows, and of the router's product: two."""
         middle = activation_backward_work(self.rows(s), self.width(s), s.item, gated=True)
         operators = [self._moved(s), Kernel("activation_backward", middle), *self._routed(s), self._router(s)]
+        operators += self.exchanges(s)
         if self.shared_size:
             work = activation_backward_work(s.tokens, self.shared_size // s.tp, s.item, gated=True)
             operators.append(Kernel("activation_backward", work))
         return tuple(operators)
 
     def _router(self, s: Sizes) -> Kernel:
-        """Return the product x[T, D] w[E, D].T, or one of its gradients, in the wider dtype."""
-        return Kernel("", matmul_work(s.tokens, self.num_experts, s.hidden, s.wide))
+        """Return the product x[n, D] w[E, D].T, or one of its gradients, in the wider dtype."""
+        return Kernel("", matmul_work(self.tokens(s), self.num_experts, s.hidden, s.wide))
 
     def _routed(self, s: Sizes) -> tuple[Kernel, ...]:
         """Return the router's product, its scores and choice, and the copy of the rows in the order of experts."""
-        scores = s.tokens * self.num_experts
-        chosen = s.tokens * self.top_k * (s.wide + _INDEX_BYTES)
-        copied = 2 * self.rows(s) * s.hidden * s.item
+        scores = self.tokens(s) * self.num_experts
+        chosen = self.sent(s) * (s.wide + _INDEX_BYTES)
+        copied = 2 * self.sent(s) * s.hidden * s.item
         return (
             self._router(s),
             Kernel("", Work((3 + self.top_k) * scores, 2 * scores * s.wide + chosen)),
@@ -161,8 +203,8 @@ class Experts(Part):
 
     def _moved(self, s: Sizes) -> Kernel:
         """Return the sum of a token's k rows, or its gradient."""
-        elements = self.rows(s) * s.hidden
-        return Kernel("", Work(2 * elements, (elements + s.tokens * s.hidden) * s.item))
+        elements = self.sent(s) * s.hidden
+        return Kernel("", Work(2 * elements, (elements + self.tokens(s) * s.hidden) * s.item))
 
     def reads_output_gradient(self) -> bool:
         """Of shared experts without a gate; the chosen ones' outputs have gradients of their own, in sorted rows."""
@@ -171,61 +213,69 @@ class Experts(Part):
     def deferred(self, s: Sizes) -> int:
         """Return the gradients of router and gate, which need no second half, and where each expert's rows begin."""
         gated = self.shared_size > 0 and self.shared_gated
-        return (self.num_experts + gated) * s.hidden * s.wide + self._offsets
+        return (self.num_experts + gated) * s.hidden * s.wide + self._offsets(s)
 
     def decided(self, s: Sizes) -> int:
         """Return experts and weights of each token, the order of the rows and its inverse, counts and offsets."""
-        chosen = s.tokens * self.top_k * (s.wide + _INDEX_BYTES)
-        return chosen + 2 * self.rows(s) * _INDEX_BYTES + self.num_experts * _INDEX_BYTES + self._offsets
+        chosen = self.sent(s) * (s.wide + _INDEX_BYTES)
+        return chosen + 2 * self.sent(s) * _INDEX_BYTES + self.num_experts * _INDEX_BYTES + self._offsets(s)
 
-    @property
-    def _offsets(self) -> int:
-        return (self.num_experts + 1) * _INDEX_BYTES
+    def _offsets(self, s: Sizes) -> int:
+        return (self.num_experts // s.ep + 1) * _INDEX_BYTES
 
     def kept(self, s: Sizes) -> tuple[Kept, ...]:
         """Return all tokens, logits and choices, the experts' rows and outputs, their gate, up and product.
 
         Tokens are gathered once, for router and experts, and stay with `gathered again` too. Rows are sorted by expert.
+        Where ranks share out whole experts, a rank keeps its own tokens, the rows that its experts got, and what came
+        back for its own.
         """
-        tokens, rows, width, num = s.tokens, self.rows(s), self.width(s), self.num_experts
+        tokens, rows, sent, width, num = self.tokens(s), self.rows(s), self.sent(s), self.width(s), self.num_experts
         routed = tokens * num * s.wide + self.decided(s) - num * _INDEX_BYTES
-        kept = (
-            Kept("its gathered rows", f"T D e = {tokens} x {s.hidden} x {s.item}", tokens * s.hidden * s.item),
+        word, many = ("t", "R") if s.ep > 1 else ("T", "T k")
+        kept: tuple[Kept, ...] = (
+            Kept("its gathered rows", f"{word} D e = {tokens} x {s.hidden} x {s.item}", tokens * s.hidden * s.item),
             Kept(
                 "logits and choices",
-                f"T (E a + k (a + 12)) = {tokens} x ({num} x {s.wide} + {self.top_k} x {s.wide + 12})",
+                f"{word} (E a + k (a + 12)) = {tokens} x ({num} x {s.wide} + {self.top_k} x {s.wide + 12})",
                 routed,
             ),
             Kept(
                 "experts' rows and outputs",
-                f"2 T k D e = 2 x {rows} x {s.hidden} x {s.item}",
-                2 * rows * s.hidden * s.item,
+                f"(R + t k) D e = ({rows} + {sent}) x {s.hidden} x {s.item}"
+                if s.ep > 1
+                else f"2 T k D e = 2 x {rows} x {s.hidden} x {s.item}",
+                (rows + sent) * s.hidden * s.item,
             ),
             Kept(
-                "experts' gate, up, product", f"3 T k F e = 3 x {rows} x {width} x {s.item}", 3 * rows * width * s.item
+                "experts' gate, up, product",
+                f"3 {many} F e = 3 x {rows} x {width} x {s.item}",
+                3 * rows * width * s.item,
             ),
         )
         shared = self.shared_size // s.tp
         if not shared:
             return kept
-        sizes = f"3 T F e = 3 x {tokens} x {shared} x {s.item}"
-        kept = *kept, Kept("shared experts' gate, up, product", sizes, 3 * tokens * shared * s.item)
+        sizes = f"3 T F e = 3 x {s.tokens} x {shared} x {s.item}"
+        kept = *kept, Kept("shared experts' gate, up, product", sizes, 3 * s.tokens * shared * s.item)
         if not self.shared_gated:
             return kept
-        gated = tokens * (s.hidden * s.item + s.wide)
+        gated = s.tokens * (s.hidden * s.item + s.wide)
         return *kept, Kept(
-            "their output and its gate", f"T (D e + a) = {tokens} x ({s.hidden} x {s.item} + {s.wide})", gated
+            "their output and its gate", f"T (D e + a) = {s.tokens} x ({s.hidden} x {s.item} + {s.wide})", gated
         )
 
     def forward_walk(self, s: Sizes, ledger: Ledger) -> None:
         """Route, take rows, multiply, add each token's; then the shared experts."""
         gathered, routed, around, inside, *shared = (of.num_bytes for of in self.kept(s))
-        tokens = s.tokens * s.hidden
+        tokens = self.tokens(s) * s.hidden
         ledger.make(gathered, routed)
-        ledger.briefly(s.widened(tokens + self.num_experts * s.hidden), 2 * s.tokens * self.num_experts * s.wide)
+        ledger.briefly(s.widened(tokens + self.num_experts * s.hidden), 2 * self.tokens(s) * self.num_experts * s.wide)
         ledger.make(around, inside)
+        # The outputs where they were made, until they are at their tokens' owners.
+        ledger.briefly((s.ep > 1) * self.rows(s) * s.hidden * s.item)
         # The sum of each token's rows; on a CPU of rows in the wider dtype.
-        ledger.briefly(s.widened(self.rows(s) * s.hidden + tokens), tokens * s.item)
+        ledger.briefly(s.widened(self.sent(s) * s.hidden + tokens), tokens * s.item)
         ledger.make(tokens * s.item, *shared)
         ledger.briefly(tokens * s.item)
         ledger.free(tokens * s.item)
@@ -233,43 +283,48 @@ class Experts(Part):
     def backward(self, walk: BackwardWalk) -> None:
         """Walk through the shared experts, the sum of rows, the second product, the middle, the first, the router."""
         s, ledger = walk.s, walk.ledger
-        gathered, routed, around, inside, *shared = (of.num_bytes for of in self.kept(s))
-        tokens, rows, middle = s.tokens * s.hidden * s.item, around // 2, inside // 3
+        gathered, routed, _, inside, *shared = (of.num_bytes for of in self.kept(s))
+        row = s.hidden * s.item
+        tokens, sent, rows, middle = self.tokens(s) * row, self.sent(s) * row, self.rows(s) * row, inside // 3
         of_expert = self.width(s) * s.hidden
         # The gradient of all tokens' outputs, where it is gathered.
-        dy = (s.own_tokens < s.tokens) * tokens
+        dy = (s.own_tokens < s.tokens and s.ep == 1) * tokens
         ledger.make(dy)
         if shared:
             self._backward_shared(walk)
-        # Of the rows' outputs; of the product of gate and up, and of both.
-        ledger.make(rows)
+        # Of the rows' outputs, at their experts; of the product of gate and up, and of both.
+        ledger.make(sent)
         walk.output_gradient_used()
-        ledger.free(rows, dy)
-        ledger.make(3 * middle)
-        ledger.free(middle)
-        # Of the rows, in two terms, while all operands are there.
-        ledger.make(rows)
-        ledger.briefly(rows)
-        for operands in ((middle, rows), (), (2 * middle, rows)):
-            walk.weight_gradient(of_expert, *operands)
-        ledger.free(2 * middle)
-        # Of the tokens.
-        ledger.briefly(s.widened(self.rows(s) * s.hidden))
+        ledger.free(sent, dy)
+        if s.ep > 1:
+            ledger.make(rows)
+            ledger.free(sent)
+        ledger.make(middle)
+        ledger.briefly(max(3 * middle, 6 * s.widened(self.rows(s) * self.width(s))))
+        # Of gate and up, and of the rows, while all operands are there.
+        ledger.make(2 * middle, rows)
+        walk.weight_gradient(of_expert, 3 * middle, 2 * rows)
+        ledger.free(middle, 2 * middle)
+        # Of the tokens, whose rows come back.
+        if s.ep > 1:
+            ledger.make(sent)
+            ledger.free(rows)
+        ledger.briefly(s.widened(self.sent(s) * s.hidden))
         ledger.make(tokens)
-        ledger.free(rows)
+        ledger.free(sent)
         # Of the router, and what it adds to theirs.
         ledger.briefly(
-            2 * s.tokens * self.num_experts * s.wide,
+            2 * self.tokens(s) * self.num_experts * s.wide,
             tokens,
-            s.widened(s.tokens * s.hidden + self.num_experts * s.hidden),
+            s.widened(self.tokens(s) * s.hidden + self.num_experts * s.hidden),
         )
         if walk.defers:
-            ledger.make(self.num_experts * s.hidden * s.wide, self._offsets)
+            ledger.make(self.num_experts * s.hidden * s.wide, self._offsets(s))
         ledger.free(routed)
         if not (walk.defers and shared):
             ledger.free(gathered)
         ledger.make(s.x)
-        ledger.free(tokens * (1 + bool(shared)))
+        ledger.free(tokens, s.tokens * row * bool(shared))
         walk.norm()
         ledger.free(s.residual_mask)
 

@@ -101,6 +101,7 @@ class Sizes:
         has_documents: whether documents are packed, which do not see each other.
         packed: their lengths, where they are known.
         load: factor of what this rank gets beside an equal share, known at run time only; 1 is an equal share.
+        ep: number of ranks that share out whole experts; with 1 each expert is cut over tp.
     """
 
     model: ModelConfig
@@ -115,6 +116,7 @@ class Sizes:
     has_documents: bool
     packed: Packed | None = None
     load: float = 1.0
+    ep: int = 1
 
     @classmethod
     def of(
@@ -142,6 +144,7 @@ class Sizes:
             has_documents=config.data.packing != "cut",
             packed=packed,
             load=load,
+            ep=config.parallel.ep,
         )
 
     @property
@@ -247,6 +250,7 @@ class Product:
         cut: which of both the ranks share, and in exact mode a rank's shards. With "inner" y is a partial sum.
         rows: tokens; 0 for those of the micro-batch.
         num_weights: of which each row meets one: with E experts as many products, of rows / E rows in the mean.
+        exchanged: False where its part exchanges by itself what it reads and makes (Exchange).
     """
 
     columns: int
@@ -254,6 +258,7 @@ class Product:
     cut: Literal["columns", "inner"]
     rows: int = 0
     num_weights: int = 1
+    exchanged: bool = True
 
     def work(self, s: Sizes) -> Work:
         """Return the work of forward, and of either gradient."""
@@ -294,12 +299,13 @@ class Exchange:
     """Bytes that ranks exchange inside forward or backward, and that no operator hides.
 
     Attributes:
-        num_bytes: of the whole tensor, of all ranks together.
-        over: the axes of those ranks.
+        num_bytes: of the whole tensor, of all ranks together; of rows that travel to ranks that share experts, what one
+            rank sends, with the part that stays.
+        over: the axes of those ranks; "ep" are those that share experts.
     """
 
     num_bytes: int
-    over: tuple[Axis, ...] = ("tp",)
+    over: tuple[Axis | Literal["ep"], ...] = ("tp",)
 
     def work(self, num_ranks: int) -> Work:
         """Return what one rank of so many sends."""

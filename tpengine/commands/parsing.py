@@ -26,6 +26,7 @@ from tpengine.spelling import use
 
 # No count that anybody means has more.
 _MOST_DIGITS = 18
+_MOST_FACTOR = 1e6
 # As much of what was typed is told.
 _MOST_SHOWN = 40
 # What a run has in its directory once it has begun or was imported (checkpoint, observe).
@@ -110,6 +111,22 @@ def count(text: str) -> int:
     if len(text) > _MOST_DIGITS:
         raise argparse.ArgumentTypeError(f"must be at most {10**_MOST_DIGITS - 1}: got {len(text)} digits: use fewer")
     return int(text)
+
+
+def factor(text: str) -> float:
+    """Parse a number of at least 1, and below a million.
+
+    Raises: argparse.ArgumentTypeError: anything else.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1.0 <= number < _MOST_FACTOR:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of at least 1, and below a million: got {text[:_MOST_SHOWN]!r}: use 1.5"
+        )
+    return number
 
 
 def add_trust_arguments(parser: argparse._ActionsContainer, *, has_architecture: bool = True) -> None:

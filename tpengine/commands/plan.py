@@ -67,7 +67,7 @@ def print_plan(args: argparse.Namespace) -> None:
     asked = all_phases(layout.config(question), args)
     refuse_other_sizes(asked[0], args)
     for phase in asked:
-        sheet = Sheet.of(phase.config, question.machine, balanced_for=phase.balanced_for)
+        sheet = Sheet.of(phase.config, question.machine, balanced_for=phase.balanced_for, load=question.load)
         lines += [*filter(None, [phase.words]), *sheet_lines(sheet, question)]
         if args.explain_memory:
             lines += memory_lines(sheet)
@@ -146,6 +146,7 @@ def layout_asked(question: Question) -> Candidate:
         gathered=fixed.get("gathered", kept.gathered),
         tp_comm=fixed.get("tp_comm", kept.tp_comm),
         bucket_bytes=fixed.get("bucket_bytes", 0),
+        ep=fixed.get("ep", kept.ep),
     )
 
 

@@ -18,7 +18,7 @@ from tpengine.architectures.describe import ConfigJson
 from tpengine.architectures.model_path import model_at, run_of
 from tpengine.checkpoint.resume import saved_config
 from tpengine.commands.diagnose import recorded_by
-from tpengine.commands.parsing import add_trust_arguments, config_given, count, dtype, lies_in_a_run, tokens
+from tpengine.commands.parsing import add_trust_arguments, config_given, count, dtype, factor, lies_in_a_run, tokens
 from tpengine.config import Config, ParallelConfig
 from tpengine.config.presets import PRESETS, preset_config
 from tpengine.config.ranges import MOST_BATCH, MOST_CHUNKS, MOST_SEQUENCES, check_ranges
@@ -26,13 +26,13 @@ from tpengine.config.rules import MOST_RANKS, check_sizes
 from tpengine.config.toml import load_toml
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
 from tpengine.planner.advice.question import AXES, Question
-from tpengine.planner.advice.recorded import machine_as_recorded
+from tpengine.planner.advice.recorded import load_recorded, machine_as_recorded
 from tpengine.planner.machine import MACHINES, Machine, machine_named
 from tpengine.spelling import use
 
 DEFAULT_MACHINE = "cpu"
 # What says model, machine and batch, besides the settings that may be fixed.
-OF_A_MODEL = ("machine", "global_batch", "seq_len", "dtype", "reduction", "memory_limit")
+OF_A_MODEL = ("machine", "global_batch", "seq_len", "dtype", "reduction", "memory_limit", "moe_load")
 # A range names at most so many values.
 _MOST = 100_000
 # A line tells at most so many, and as much of what was typed.
@@ -58,6 +58,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", type=dtype, help="of the weights (default config.json's, or the preset's)")
     parser.add_argument("--reduction", choices=("fast", "exact"), help="exact: layouts that keep one process's bits")
     parser.add_argument("--memory-limit", type=count, metavar="BYTES", help="of a rank (default the machine's)")
+    parser.add_argument(
+        "--moe-load",
+        type=factor,
+        metavar="X",
+        help="rows of the rank whose experts get most, over the mean, if ranks share experts (default what the run of "
+        "--profile or --resume has recorded, else 1)",
+    )
     add_trust_arguments(parser)
     add_fixed_arguments(parser)
 
@@ -107,7 +114,27 @@ def question_asked(args: argparse.Namespace) -> tuple[Question, str]:
                 "a run that goes on in exact mode, or with dropout, keeps the size of its micro-batches: the run's "
                 f"{train.micro_batch_size}, asked {fixed['micro_batch_size']}: leave --micro-batch out"
             )
-    return Question(base, machine, num_ranks, batch, fixed, kept, args.tokens), name
+    return Question(base, machine, num_ranks, batch, fixed, kept, args.tokens, load_asked(args, base)), name
+
+
+def load_asked(args: argparse.Namespace, base: Config) -> float:
+    """Return how many rows the rank gets whose experts get most, over the mean: as asked, as recorded, else 1.
+
+    Raises:
+        ValueError: it is asked of a model without experts.
+    """
+    asked: float | None = args.moe_load
+    if not base.model.details.num_experts:
+        if asked is not None:
+            raise ValueError(f"--moe-load is of a model with experts: got {asked:g}, and this one has none: leave it out")
+        return 1.0
+    if asked is not None:
+        return asked
+    for path in filter(None, (getattr(args, "profile", None), getattr(args, "resume", None))):
+        found = load_recorded(Path(path).parent if Path(path).name == "profile.json" else Path(path))
+        if found is not None:
+            return found
+    return 1.0
 
 
 def base_asked(args: argparse.Namespace) -> tuple[Config, str, Machine]:
@@ -318,6 +345,9 @@ def add_fixed_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for axis in ("tp", "pp", "dp"):
         fixed.add_argument(f"--{axis}", type=_numbers(1, MOST_RANKS), metavar="N", help=f"size of the axis {axis}")
+    fixed.add_argument(
+        "--ep", type=_numbers(1, MOST_RANKS), metavar="N", help="ranks of a stage that share experts; 1 cuts each over tp"
+    )
     fixed.add_argument("--zero", type=_numbers(0, 3), metavar="0..3", help="what replicas shard")
     fixed.add_argument(
         "--residency", type=_words([each.value for each in Residency]), metavar="WHICH", help="of weights at zero 3"

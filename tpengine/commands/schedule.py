@@ -18,13 +18,14 @@ from pathlib import Path
 
 from tpengine.commands.parsing import count
 from tpengine.commands.plan import AskedPhase, phase_asked, refuse_other_sizes
-from tpengine.commands.plan_arguments import fixed_settings, refuse_several
+from tpengine.commands.plan_arguments import fixed_settings, load_asked, refuse_several
 from tpengine.commands.schedule_model import (
     DEFAULT_STAGES,
     Modelled,
     add_options_of_a_model,
     config_asked_for,
     counted,
+    exchange_in_title,
     memory_in_words,
     modelled,
     provenance,
@@ -154,7 +155,8 @@ def print_schedule(args: argparse.Namespace) -> None:
     # Files are written before anything is printed: errors come in one line, and `| head` cannot stop the drawing.
     sizes = counted(args.pp, "rank"), counted(args.micro_batches, "micro-batch")
     nominal = ", ".join((schedule.name, *sizes))
-    head = title(config, schedule.name, args.machine) if config else nominal
+    load = load_asked(args, config) if config else 1.0
+    head = title(config, schedule.name, args.machine) + exchange_in_title(config, plan, load) if config else nominal
     picture = Picture(head, timeline, "s" if in_seconds else "forwards", plan)
     drawn = picture_bytes(args.draw, [picture]) if args.draw else b""
     files = {args.draw: drawn, args.plan_text: plan.text().encode() if args.plan_text else b""}
@@ -172,7 +174,7 @@ def print_schedule(args: argparse.Namespace) -> None:
         for line in (
             *filter(None, [phase.words, zero_in_words(config.parallel)]),
             *said,
-            *memory_in_words(config, plan, args.machine, phase.balanced_for),
+            *memory_in_words(config, plan, args.machine, phase.balanced_for, load),
         ):
             print(line)
         print(provenance(config, args.machine))
@@ -331,7 +333,8 @@ def _plan_and_costs(
     """Return a verified plan and its costs: modelled, measured, or nominal."""
     if phase:
         packs = args.data_path is not None
-        return modelled(phase.config, args.machine, packs=packs, balanced_for=phase.balanced_for)
+        load = load_asked(args, phase.config)
+        return modelled(phase.config, args.machine, packs=packs, balanced_for=phase.balanced_for, load=load)
     plan = plan_for(profile, schedule) if profile else _nominal_plan(schedule, args)
     verify(plan)
     return Modelled(plan, costs_for(profile, plan) if profile else _costs(schedule, args), [])

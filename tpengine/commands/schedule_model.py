@@ -27,8 +27,10 @@ from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Plan
 from tpengine.planner import Costs
 from tpengine.planner.advice.question import AXES, Question
+from tpengine.planner.advice.sheets import exchange_lines, gigabytes
 from tpengine.planner.machine import machine_named
 from tpengine.planner.modelled.costs import model_costs
+from tpengine.planner.modelled.exchanged import exchanged
 from tpengine.planner.modelled.memory import decided_residency, memory_of
 
 _OF_PHASES = ("phases", "steps", "phase")
@@ -84,6 +86,9 @@ def config_asked_for(args: argparse.Namespace) -> Config | None:
     if args.memory_limit:
         base = replace(base, parallel=replace(kept, memory_limit=args.memory_limit))
     axes = {"tp": kept.tp or 1, "pp": kept.pp or DEFAULT_STAGES, "dp": kept.dp or 1}
+    if args.ep and not args.tp and not args.dp:
+        # Ranks that share experts are tp ones, if nothing else is said.
+        axes["tp"] = args.ep
     fixed = axes | fixed_settings(args)
     num_ranks, dp = fixed["tp"] * fixed["pp"] * fixed["dp"], fixed["dp"]
     question = Question(base, machine, num_ranks, _batch(args, base, fixed.get("micro_batch_size"), dp), fixed, kept)
@@ -123,7 +128,7 @@ class Modelled(NamedTuple):
 
     Attributes:
         plan, costs: verified; in seconds and bytes.
-        said: lines about the documents that are packed; none where sequences are whole.
+        said: lines about the documents that are packed, and about rows that travel to experts, where there are such.
     """
 
     plan: Plan
@@ -131,33 +136,39 @@ class Modelled(NamedTuple):
     said: list[str]
 
 
-def modelled(config: Config, machine: str | None, packs: bool = False, balanced_for: int = 0) -> Modelled:
+def modelled(
+    config: Config, machine: str | None, packs: bool = False, balanced_for: int = 0, load: float = 1.0
+) -> Modelled:
     """Return the plan and the costs of a validated configuration's step.
 
     Args:
         packs: whether its text is looked at, for the lengths of documents.
         balanced_for: as layout_of.
+        load: of the rank whose experts get most, as Sizes has it.
     """
     rates = machine_named(machine or "cpu")
     residency = decided_residency(config, config.parallel.memory_limit, rates)
     layout = layout_of(config, residency, balanced_for, rates.is_asynchronous)
     plan = training_plan(config, layout)
+    said = list(exchange_lines(config, plan, load))
     if not packs:
-        return Modelled(plan, model_costs(config, layout, plan, rates), [])
+        return Modelled(plan, model_costs(config, layout, plan, rates, load=load), said)
     # numpy takes longer to import than --help to print.
     from tpengine.commands.schedule_packing import packed_documents, packing_in_words
 
     packed = packed_documents(config)
-    costs = model_costs(config, layout, plan, rates, packed=packed)
-    return Modelled(plan, costs, packing_in_words(packed, config, layout, plan, rates))
+    costs = model_costs(config, layout, plan, rates, packed=packed, load=load)
+    return Modelled(plan, costs, [*packing_in_words(packed, config, layout, plan, rates), *said])
 
 
-def memory_in_words(config: Config, plan: Plan, machine: str | None, balanced_for: int = 0) -> list[str]:
-    """Return a line per pipeline rank: the bytes that it holds, by kind. Args: balanced_for: as layout_of."""
-    layout = layout_of(config, balanced_for=balanced_for)
+def memory_in_words(
+    config: Config, plan: Plan, machine: str | None, balanced_for: int = 0, load: float = 1.0
+) -> list[str]:
+    """Return a line per pipeline rank: the bytes that it holds, by kind. Args: balanced_for, load: as modelled."""
+    layout, rates = layout_of(config, balanced_for=balanced_for), machine_named(machine or "cpu")
     return [
         f"bytes of rank {rank}: {', '.join(f'{kind} {num:,}' for kind, num in memory.kinds().items())}"
-        for rank, memory in enumerate(memory_of(config, layout, plan, machine_named(machine or "cpu")))
+        for rank, memory in enumerate(memory_of(config, layout, plan, rates, load))
     ]
 
 
@@ -165,10 +176,19 @@ def title(config: Config, schedule: str, machine: str | None) -> str:
     """Return the title of a configuration's picture."""
     parallel = config.parallel
     zero = f"zero {parallel.zero}, " if parallel.zero_in_effect else ""
+    shared = f"ep {parallel.ep}, " if parallel.ep > 1 else ""
     return (
-        f"{schedule}, tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, {zero}"
+        f"{schedule}, tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, {shared}{zero}"
         f"{counted(config.train.num_micro_batches, 'micro-batch')}, modelled for {machine or 'cpu'}"
     )
+
+
+def exchange_in_title(config: Config, plan: Plan, load: float) -> str:
+    """Return what a picture's title adds where ranks share experts: bytes that each sends, the slowest rank's share."""
+    if config.parallel.ep == 1:
+        return ""
+    sent, share = exchanged(config, plan, load), min(load, config.parallel.ep)
+    return f"; the slowest rank sends experts' rows of {gigabytes(sent.forward)} in F, and has {share:.2f} times the mean"
 
 
 def counted(count: int, what: str) -> str:

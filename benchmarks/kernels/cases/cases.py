@@ -76,6 +76,11 @@ class Draw:
         uniform = torch.rand(num_tokens, generator=self._generator, device=self._shape.device)
         return (uniform**4 * high).long().clamp_(max=high - 1)
 
+    def experts(self, num_experts: int, top_k: int, num_tokens: int) -> Tensor:
+        """Return the experts of tokens, int32 [T, k]: of each token different ones, all equally likely."""
+        scores = torch.rand(num_tokens, num_experts, generator=self._generator, device=self._shape.device)
+        return scores.topk(top_k).indices.int()
+
 
 @dataclass(frozen=True)
 class Contestant:
@@ -150,6 +155,7 @@ CASES: Mapping[str, str] = MappingProxyType(
         "attention": "benchmarks.kernels.cases.attention:attention",
         "adamw": f"{_OPERATORS}:adamw",
         "matmul": "benchmarks.kernels.cases.matmul:matmul",
+        "experts": "benchmarks.kernels.cases.experts:experts",
     }
 )
 

@@ -127,12 +127,22 @@ def test_costs_know_its_load_and_its_links(path: str) -> None:
 
 @pytest.mark.parametrize("recompute", [of.value for of in Recompute])
 def test_sheet_and_bounds_know_it(path: str, recompute: str) -> None:
-    config = configured(path, recompute=recompute)
-    sheet = Sheet.of(config, MACHINES["cpu"])
-    text = "\n".join(memory_lines(sheet))
-    assert ("middle and square" in text) == (recompute in ("none", "attention"))
-    question = Question(config, MACHINES["cpu"], 1, config.train.micro_batch_size * config.train.num_micro_batches)
-    train = config.train
+    config, train = configured(path, recompute=recompute), configured(path).train
+    sheets = []
+    for load in (1.0, 3.0):
+        sheet = Sheet.of(config, MACHINES["cpu"], load=load)
+        text = "\n".join(memory_lines(sheet))
+        assert (f"2 T F e, times {load:g}" in text) == (recompute in ("none", "attention"))
+        batch = train.micro_batch_size * train.num_micro_batches
+        check_bounds(Question(config, MACHINES["cpu"], 1, batch, load=load), sheet, recompute)
+        sheets.append(sheet)
+    even, loaded = sheets
+    assert loaded.parts.compute > even.parts.compute and loaded.peak_bytes > even.peak_bytes
+    assert loaded.memory[0].activations > even.memory[0].activations
+
+
+def check_bounds(question: Question, sheet: Sheet, recompute: str) -> None:
+    train = sheet.config.train
     layout = Candidate(
         1,
         1,

@@ -29,7 +29,7 @@ from tpkernels.work import Work
 
 from tpengine.architectures.part import Sizes
 from tpengine.architectures.registry import layers_are_alike
-from tpengine.config import Config
+from tpengine.config import Config, ModelConfig
 from tpengine.config.rules import ZERO_OF_SLICED_GRADIENTS, ZERO_OF_SLICED_WEIGHTS
 from tpengine.dtypes import dtype_bytes
 from tpengine.layout.parameters import EMBEDDING, layer_specs, num_parameters, stage_specs
@@ -40,13 +40,13 @@ from tpengine.plan import SCHEDULES, Chunk, Gathered, Kind, Recompute
 from tpengine.plan.schedule import looping, vee
 from tpengine.planner import ChunkBytes
 from tpengine.planner.advice.lists import KINDS, Held, Played, RankHeld, held_of, order_of, place_of
-from tpengine.planner.advice.question import Candidate, Question
+from tpengine.planner.advice.question import Candidate, Question, shares_of_experts
 from tpengine.planner.modelled.activations import BlockBytes, bytes_of_chunks
 from tpengine.planner.modelled.costs import chunk_seconds
 from tpengine.planner.modelled.operators import ActionSeconds, KnownSums
 
-# tp, micro-batch size, recompute, gathered, tp_comm: what an action's time depends on, beside its layers.
-Key = tuple[int, int, str, str, str]
+# tp, micro-batch size, recompute, gathered, tp_comm, ep: what an action's time depends on, beside its layers.
+Key = tuple[int, int, str, str, str, int]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,20 @@ class _Pipeline:
     once: float
 
 
+@dataclass(frozen=True)
+class _LayerWeights:
+    """How many weights a layer has, and how many of them are of experts."""
+
+    all: int
+    of_experts: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, layer: int) -> _LayerWeights:
+        """Return those of a layer. Two ranks would share out its experts."""
+        numels = [(math.prod(spec.shape), spec.ep > 0) for spec in layer_specs(model, 1, layer, 2)]
+        return cls(sum(num for num, _ in numels), sum(num for num, is_shared in numels if is_shared))
+
+
 class Bounds:
     """Bounds of a question's layouts; what many of them share is computed once.
 
@@ -84,12 +98,14 @@ class Bounds:
         # As its chips compute: all from caches, of which no plan's rank touches less.
         self._machine = question.machine.slowest_of(question.num_ranks).touching(0.0).at_best()
         self.num_layers, self.num_weights = model.num_layers, num_parameters(model)
-        self.layer_weights = min(
-            sum(math.prod(spec.shape) for spec in layer_specs(model, 1, layer)) for layer in range(self.num_layers)
-        )
+        layers = [_LayerWeights.of(model, layer) for layer in range(self.num_layers)]
+        self.num_expert_weights = sum(layer.of_experts for layer in layers)
+        # Of the smallest layer: all, and those that are not of experts.
+        self._least = min(layer.all for layer in layers)
+        self._least_shared = min(layer.all - layer.of_experts for layer in layers)
         self.narrow, self.wide = dtype_bytes(dtype), gradient_bytes(dtype)
         # By what each depends on: nothing of a question but its model; machine and dtype; the batch too.
-        self._saved: dict[tuple[int, int, str, str], int] = {}
+        self._saved: dict[tuple[int, int, str, str, int], int] = {}
         self._state: dict[tuple[Any, ...], float] = {}
         self._bytes: dict[tuple[Any, ...], tuple[ChunkBytes, ...]] = {}
         self._walked: dict[Key, dict[object, ChunkBytes]] = {}
@@ -98,7 +114,7 @@ class Bounds:
         self._sums: dict[Key, KnownSums] = {}
         self._played: dict[tuple[Any, ...], Played] = {}
         self._pipelines: dict[tuple[Any, ...], _Pipeline] = {}
-        if known is not None and known.question.base == question.base:
+        if known is not None and (known.question.base, known.question.load) == (question.base, question.load):
             self._take_over(known)
 
     def _take_over(self, known: Bounds) -> None:
@@ -116,7 +132,8 @@ class Bounds:
 
     def least_seconds(self, tp: int, pp: int, dp: int, micro_batch_size: int) -> float:
         """Return a bound for all layouts of these sizes: nothing is computed again, and no rank waits."""
-        keys = ((tp, micro_batch_size, "none", "keep", comm) for comm in ("fused", "plain"))
+        shares = shares_of_experts(self.question, tp, dp)
+        keys = ((tp, micro_batch_size, "none", "keep", comm, ep) for comm in ("fused", "plain") for ep in shares)
         return min(self.group_seconds(pp, dp, key) for key in keys)
 
     def group_seconds(self, pp: int, dp: int, key: Key) -> float:
@@ -172,10 +189,14 @@ class Bounds:
     def state_bytes(self, layout: Candidate) -> float:
         """Return weights, gradients, masters and moments of an equal share, with what is gathered."""
         is_full, is_named = _fills_all_chunks(layout), layout.schedule in SCHEDULES
-        of = layout.tp * layout.pp, layout.dp, layout.zero, layout.residency, layout.chunks_per_rank, is_full, is_named
+        axes = layout.tp, layout.pp, layout.dp, layout.ep
+        of = *axes, layout.zero, layout.residency, layout.chunks_per_rank, is_full, is_named
         if of not in self._state:
-            numel, more, base = self.num_weights // of[0], 0.0, self.question.base
-            held = even_state_bytes(numel, layout.zero, layout.dp, base.train.dtype, base.optim)
+            numel, more, base = 0, 0.0, self.question.base
+            held = 0
+            for num, replicas in self._shares(layout):
+                held += even_state_bytes(num, layout.zero, replicas, base.train.dtype, base.optim)
+                numel += num * (replicas > 1)
             # What is gathered, and what is not summed yet: of a chunk at least. A chunk's buffer is given back right
             # before its next backward. How many chunks a file's schedule has is not known here.
             if layout.zero >= ZERO_OF_SLICED_GRADIENTS and is_named:
@@ -189,10 +210,12 @@ class Bounds:
 
     def activation_bytes(self, layout: Candidate) -> float:
         """Return what the micro-batches of a stage keep at least."""
-        key = layout.tp, layout.micro_batch_size, layout.recompute, layout.gathered
+        key = layout.tp, layout.micro_batch_size, layout.recompute, layout.gathered, layout.ep
         if key not in self._saved:
-            sizes = Sizes.of(self._config((*key, "fused")), layout.tp, Gathered(layout.gathered))
-            blocks = {BlockBytes.of(sizes, layer).least for layer in range(self.num_layers)}
+            config, load = self._config((*key[:4], "fused", layout.ep)), self.question.load
+            sizes = Sizes.of(config, layout.tp, Gathered(layout.gathered), load=load)
+            kinds = 1 if layers_are_alike(self.question.base.model) else self.num_layers
+            blocks = {BlockBytes.of(sizes, layer).least for layer in range(kinds)}
             self._saved[key] = min(block.saved(Recompute(layout.recompute)) for block in blocks)
         return _num_live(layout) * (self.num_layers // layout.num_chunks) * self._saved[key]
 
@@ -202,7 +225,11 @@ class Bounds:
         """Return the most that one rank's list holds."""
         train, zero, chunks = self.question.base.train, layout.zero, held.chunks
         own = [sizes[chunk] for chunk in chunks]
-        numels = [self._num_weights(layout.tp, (layers[chunk],), is_bucket=True) for chunk in chunks]
+        # Of what has replicas alone: the rest is never gathered, nor summed.
+        numels = [
+            sum(num for num, replicas in self._num_weights(layout, (layers[chunk],), is_bucket=True) if replicas > 1)
+            for chunk in chunks
+        ]
         sums_each = zero >= ZERO_OF_SLICED_GRADIENTS and train.reduction == "fast"
         unsummed = [numel * self.wide if sums_each else 0 for numel in numels]
         gathered = [numel * self.narrow if zero >= ZERO_OF_SLICED_WEIGHTS else 0 for numel in numels]
@@ -218,34 +245,67 @@ class Bounds:
                 for size, saved, deferred, filled, whole, sums, weights in held_by
             )
 
-        numel = self._num_weights(layout.tp, tuple(layers[chunk] for chunk in chunks))
         boundary = layout.micro_batch_size * train.seq_len // layout.tp * self.question.base.model.hidden_size
         slots = (held.num_forward + held.num_backward) * boundary * self.narrow
-        state = even_state_bytes(numel, zero, layout.dp, train.dtype, self.question.base.optim)
+        state = sum(
+            even_state_bytes(numel, zero, replicas, train.dtype, self.question.base.optim)
+            for numel, replicas in self._num_weights(layout, tuple(layers[chunk] for chunk in chunks))
+        )
         return state + slots + max(map(total, held.states))
 
-    def _num_weights(self, tp: int, layers: tuple[tuple[int, int], ...], *, is_bucket: bool = False) -> int:
-        """Return the elements that a tp rank holds of layers and ends; `is_bucket` leaves out what ends may share."""
-        key = tp, layers, is_bucket
+    def _num_weights(
+        self, layout: Candidate, layers: tuple[tuple[int, int], ...], *, is_bucket: bool = False
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the elements that a rank holds of layers and ends, and how many replicas hold them: as `_shares`.
+
+        Args: is_bucket: leave out what ends may share.
+        """
+        tp, ep = layout.tp, layout.ep
+        key = tp, ep, layers, is_bucket
         if key not in self._numel:
             model = self.question.base.model
-            specs = {spec.name: spec for part in layers for spec in stage_specs(model, tp, *part)}
+            specs = {spec.name: spec for part in layers for spec in stage_specs(model, tp, *part, ep)}
             shared = {EMBEDDING} if is_bucket and model.tie_embeddings else set()
-            self._numel[key] = sum(spec.local_numel(tp) for name, spec in specs.items() if name not in shared)
-        return self._numel[key]
+            numel, of_experts = 0, 0
+            for name, spec in specs.items():
+                num = spec.local_numel(tp) * (name not in shared)
+                of_experts += num * (spec.ep > 0)
+                numel += num * (spec.ep == 0)
+            self._numel[key] = numel, of_experts
+        numel, of_experts = self._numel[key]
+        return (numel, layout.dp), (of_experts, _replicas_of_experts(layout))
+
+    def _shares(self, layout: Candidate) -> tuple[tuple[int, int], ...]:
+        """Return a rank's even share of the weights, and how many replicas hold it: of experts on more ranks than tp.
+
+        These are whole on some of a stage's ranks, and the others have fewer replicas.
+        """
+        ranks = layout.tp * layout.pp
+        if layout.ep <= layout.tp:
+            return ((self.num_weights // ranks, layout.dp),)
+        experts = self.num_expert_weights // (layout.ep * layout.pp)
+        return ((self.num_weights - self.num_expert_weights) // ranks, layout.dp), (
+            experts,
+            _replicas_of_experts(layout),
+        )
+
+    def _of_layer(self, layout: Candidate) -> int:
+        """Return the weights of a layer at least that the replicas of dp exchange."""
+        return self._least_shared if layout.ep > layout.tp else self._least
 
     def _chunk_bytes(
         self, layout: Candidate, ranks: Sequence[int], layers: Sequence[tuple[int, int]]
     ) -> tuple[ChunkBytes, ...]:
         """Return what a micro-batch holds on each chunk."""
-        key: Key = layout.tp, layout.micro_batch_size, layout.recompute, layout.gathered, "fused"
+        key: Key = layout.tp, layout.micro_batch_size, layout.recompute, layout.gathered, "fused", layout.ep
         of = layout.schedule, layout.pp, layout.chunks_per_rank, key
         if of not in self._bytes:
             chunks = [
                 Chunk(rank, part, None, None, Recompute(layout.recompute), Gathered(layout.gathered))
                 for rank, part in zip(ranks, layers, strict=True)
             ]
-            self._bytes[of] = bytes_of_chunks(self._config(key), layout.tp, chunks, self._walked.setdefault(key, {}))
+            walked = self._walked.setdefault(key, {})
+            self._bytes[of] = bytes_of_chunks(self._config(key), layout.tp, chunks, walked, self.question.load)
         return self._bytes[of]
 
     def _cut(self, layout: Candidate) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
@@ -257,11 +317,11 @@ class Bounds:
 
     def _play(self, layout: Candidate, ranks: Sequence[int], layers: Sequence[tuple[int, int]]) -> Played:
         """Return when the actions of the layout's lists run, without gathers but those that nothing can hide."""
-        key = layout.tp, layout.micro_batch_size, layout.recompute, layout.gathered, layout.tp_comm
+        key = layout.tp, layout.micro_batch_size, layout.recompute, layout.gathered, layout.tp_comm, layout.ep
         hop, exposed = self._hop_seconds(layout), [0.0] * len(layers)
         if layout.zero == ZERO_OF_SLICED_WEIGHTS and layout.residency == "use" and layout.schedule in _GATHERS_EACH:
             # Weights that the action before has freed are gathered between the two.
-            exposed = [self._gather(layout, (last - first) * self.layer_weights / layout.tp) for first, last in layers]
+            exposed = [self._gather(layout, (last - first) * self._of_layer(layout) / layout.tp) for first, last in layers]
         of = layout.schedule, layout.pp, layout.chunks_per_rank, layout.num_micro_batches, key, hop, tuple(exposed)
         if of not in self._played:
             durations, gaps = [0.0] * (8 * len(layers)), [0.0] * (8 * len(layers))
@@ -284,19 +344,28 @@ class Bounds:
             chunk = Chunk(0, layers, None, None, Recompute(key[2]), Gathered(key[3]))
             config, known = self._config(key), self._sums.setdefault(key, {})
             self._chunks[of, key] = chunk_seconds(
-                config, key[0], self._machine, chunk, is_first=is_first, is_last=is_last, known=known
+                config,
+                key[0],
+                self._machine,
+                chunk,
+                is_first=is_first,
+                is_last=is_last,
+                known=known,
+                load=self.question.load,
             )
         return self._chunks[of, key]
 
     def _config(self, key: Key) -> Config:
-        base, (tp, micro_batch_size, recompute, gathered, tp_comm) = self.question.base, key
+        base, (tp, micro_batch_size, recompute, gathered, tp_comm, ep) = self.question.base, key
         again: dict[str, Any] = {"recompute": recompute, "gathered": gathered, "tp_comm": tp_comm}
         # No stage of ZeRO: what a run that goes on was started with says nothing of the layouts.
-        parallel = replace(base.parallel, tp=tp, pp=1, dp=1, zero=0, residency="auto", **again)
+        parallel = replace(
+            base.parallel, tp=tp, pp=1, dp=max(1, ep // tp), ep=ep, zero=0, residency="auto", **again
+        )
         return replace(base, parallel=parallel, train=replace(base.train, micro_batch_size=micro_batch_size))
 
     def _pipeline(self, layout: Candidate) -> _Pipeline:
-        key = layout.tp, layout.micro_batch_size, layout.recompute, layout.gathered, layout.tp_comm
+        key = layout.tp, layout.micro_batch_size, layout.recompute, layout.gathered, layout.tp_comm, layout.ep
         of = layout.schedule, layout.pp, layout.dp, layout.chunks_per_rank, key
         if of not in self._pipelines:
             self._pipelines[of] = self._worked_out(layout, key)
@@ -351,7 +420,7 @@ class Bounds:
 
     def _optimizer(self, layout: Candidate) -> float:
         machine, dtype = self.question.machine, self.question.base.train.dtype
-        updated = int(self.num_weights / (layout.tp * layout.pp * (layout.dp if layout.zero else 1)))
+        updated = sum(num // (replicas if layout.zero else 1) for num, replicas in self._shares(layout))
         world = layout.tp * layout.pp * layout.dp
         clip = machine.other_seconds(Work(memory_bytes=updated * self.wide), dtype)
         clip += 2 * math.ceil(math.log2(world)) * machine.link(world, 1).latency_s
@@ -361,7 +430,8 @@ class Bounds:
 
     def _stream(self, layout: Candidate) -> float:
         """Return how long a rank's stream of gathers and reductions is busy at least."""
-        num = self.num_weights / (layout.tp * layout.pp)
+        # Of experts on more ranks than tp, their fewer replicas exchange less: not counted.
+        num = self._shares(layout)[0][0]
         reduce, gather = self._reduction(layout, num), self._gather(layout, num)
         if layout.zero == 0:
             return reduce
@@ -373,11 +443,11 @@ class Bounds:
 
     def _first_gather(self, layout: Candidate, pipeline: _Pipeline) -> float:
         """Return how long the first forward waits for its weights."""
-        num_weights = pipeline.first_layers * self.layer_weights / layout.tp
+        num_weights = pipeline.first_layers * self._of_layer(layout) / layout.tp
         return self._gather(layout, num_weights) if layout.zero else 0.0
 
     def _last_reductions(self, layout: Candidate, num_layers: int) -> float:
-        return self._reduction(layout, num_layers * self.layer_weights / layout.tp)
+        return self._reduction(layout, num_layers * self._of_layer(layout) / layout.tp)
 
     def _gather(self, layout: Candidate, num_weights: float) -> float:
         return self._among_replicas(layout, num_weights * self.narrow)
@@ -402,6 +472,11 @@ def _ranks_of(layout: Candidate) -> tuple[int, ...] | None:
     if layout.schedule not in SCHEDULES:
         return None
     return vee(layout.pp) if layout.schedule == "zbv" else looping(layout.pp, layout.chunks_per_rank)
+
+
+def _replicas_of_experts(layout: Candidate) -> int:
+    """Return how many ranks of a stage hold the same experts, where more than tp share them out."""
+    return max(1, layout.dp * layout.tp // layout.ep)
 
 
 def _forward_and_backward(model: Mapping[Kind, ActionSeconds]) -> float:

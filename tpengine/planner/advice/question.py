@@ -15,7 +15,7 @@ from typing import Any
 from tpengine.config import Config, ParallelConfig
 from tpengine.config.lengths import MOST_MICRO_BATCHES
 from tpengine.config.ranges import MOST_SEQUENCES, divisors
-from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS
+from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS, legal_ep
 from tpengine.layout.groups import frozen_of
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
 from tpengine.planner.machine import Machine
@@ -25,6 +25,7 @@ AXES = (
     "tp",
     "pp",
     "dp",
+    "ep",
     "zero",
     "residency",
     "schedule",
@@ -53,6 +54,7 @@ class Question:
         fixed: settings that the user chose, by their names in AXES: one value, or several as a tuple.
         num_tokens: of a whole run, whose length in time is told; 0 for none.
         kept: what a run has where a command does not say it: the defaults, or what a run that goes on was started with.
+        load: rows of the rank whose experts get most, over the mean; 1 is an equal share.
     """
 
     base: Config
@@ -62,6 +64,7 @@ class Question:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     kept: ParallelConfig = field(default_factory=ParallelConfig)
     num_tokens: int = 0
+    load: float = 1.0
 
     def __post_init__(self) -> None:
         unknown = sorted(self.fixed.keys() - set(AXES))
@@ -127,6 +130,7 @@ class Candidate:
     gathered: str
     tp_comm: str
     bucket_bytes: int = 0
+    ep: int = 1
 
     def config(self, question: Question) -> Config:
         """Return the run's configuration, not validated yet."""
@@ -141,6 +145,7 @@ class Candidate:
             tp=self.tp,
             pp=self.pp,
             dp=self.dp,
+            ep=self.ep,
             schedule=self.schedule,
             zero=self.zero,
             residency=self.residency if self.zero == ZERO_OF_SLICED_WEIGHTS else "auto",
@@ -162,6 +167,8 @@ class Candidate:
     def words(self) -> str:
         """Return the layout in words, without what is at its default."""
         parts = [f"tp {self.tp} pp {self.pp} dp {self.dp}"]
+        if self.ep > 1:
+            parts.append(f"ep {self.ep}")
         if self.pp > 1 or self.schedule != ParallelConfig.schedule:
             parts.append(f"{self.schedule} {self.chunks_per_rank}" if self.schedule == "interleaved" else self.schedule)
         if self.zero:
@@ -181,7 +188,7 @@ class Candidate:
         """Return the layout as options of a run: its sizes, and what differs from what such a run has without them."""
         parallel, kept = self.config(question).parallel, question.kept
         said = {name: getattr(parallel, name) for name in ("tp", "pp", "dp")}
-        names = ["schedule", "zero", "residency", "recompute", "gathered", "tp_comm", "bucket_bytes", "memory_limit"]
+        names = ["ep", "schedule", "zero", "residency", "recompute", "gathered", "tp_comm", "bucket_bytes", "memory_limit"]
         if self.dp == 1 and not self.zero and "zero" not in question.fixed:
             # As it is kept: of one replica that is 0 in effect, and with more of them it is needed again.
             names = [name for name in names if name not in ("zero", "residency")]
@@ -204,19 +211,31 @@ def shapes(question: Question) -> Iterator[tuple[int, int, int, int]]:
 
 def candidates(question: Question, shape: tuple[int, int, int, int]) -> Iterator[Candidate]:
     """Yield every layout of these sizes; the rules of a run's configuration are checked later."""
-    tp, _, _, size = shape
-    for again in alike(question, tp):
+    tp, _, dp, size = shape
+    for again in alike(question, tp, dp):
         for stages in groups(question, shape, (tp, size, *again)):
             yield from stages
 
 
-def alike(question: Question, tp: int) -> Iterator[tuple[str, str, str]]:
-    """Yield what is computed again, what is gathered again, and how tp ranks exchange: what an action's time needs."""
-    yield from itertools.product(*_again(question, tp))
+def alike(question: Question, tp: int, dp: int) -> Iterator[tuple[str, str, str, int]]:
+    """Yield what is computed again, what is gathered again, how tp ranks exchange, and how many share experts.
+
+    These are what an action's time needs.
+    """
+    yield from itertools.product(*_again(question, tp), shares_of_experts(question, tp, dp))
+
+
+def shares_of_experts(question: Question, tp: int, dp: int) -> list[int]:
+    """Return over how many ranks whole experts may be shared out, 1 for each expert cut over tp."""
+    model, parallel = question.base.model, question.base.parallel
+    legal = legal_ep(replace(question.base, parallel=replace(parallel, tp=tp, dp=dp)))
+    if model.ffn_widths.get("expert_ffn_size", tp) % tp:
+        legal = [ep for ep in legal if ep > 1]
+    return [ep for ep in question.choices("ep", legal) if ep in legal]
 
 
 def groups(
-    question: Question, shape: tuple[int, int, int, int], key: tuple[int, int, str, str, str]
+    question: Question, shape: tuple[int, int, int, int], key: tuple[int, int, str, str, str, int]
 ) -> Iterator[tuple[Candidate, ...]]:
     """Yield layouts of these sizes that compute alike, by schedule and, of these, by what replicas exchange at least.
 
@@ -234,7 +253,8 @@ def groups(
     for schedule, chunks in _schedules(question, pp):
         for chain in filter(None, chains):
             yield tuple(
-                Candidate(tp, pp, dp, schedule, chunks, size, number, *zero, *key[2:], bucket) for zero in chain
+                Candidate(tp, pp, dp, schedule, chunks, size, number, *zero, *key[2:5], bucket, key[5])
+                for zero in chain
             )
 
 
@@ -246,15 +266,18 @@ def counted(
 ) -> tuple[int, int]:
     """Return how many layouts `candidates` yields, and how many of them fit, without listing them.
 
-    State depends on ZeRO and chunks alone, activations on schedule and what is kept; all other settings multiply.
+    State depends on ZeRO, chunks and experts' shares, activations on schedule, what is kept and those shares; all other
+    settings multiply.
     """
     tp, pp, dp, size = shape
     number, (recomputes, gathereds, comms) = question.global_batch // dp // size, _again(question, tp)
     states, num, fitting = list(_zero(question, dp)), 0, 0
-    for schedule, chunks in _schedules(question, pp):
+    for (schedule, chunks), ep in itertools.product(_schedules(question, pp), shares_of_experts(question, tp, dp)):
 
-        def of(zero: tuple[int, str], recompute: str, gathered: str, cut: tuple[str, int] = (schedule, chunks)) -> Any:
-            return Candidate(tp, pp, dp, *cut, size, number, *zero, recompute, gathered, comms[0])
+        def of(
+            zero: tuple[int, str], recompute: str, gathered: str, cut: tuple[str, int] = (schedule, chunks), ep: int = ep
+        ) -> Any:
+            return Candidate(tp, pp, dp, *cut, size, number, *zero, recompute, gathered, comms[0], ep=ep)
 
         held = [state_bytes(of(zero, recomputes[0], gathereds[0])) for zero in states]
         kept = [activation_bytes(of(states[0], *again)) for again in itertools.product(recomputes, gathereds)]
@@ -275,14 +298,17 @@ def _again(question: Question, tp: int) -> tuple[Sequence[Any], Sequence[Any], S
 def _axes(question: Question) -> Iterator[tuple[int, int, int]]:
     model, num = question.base.model, question.num_ranks
     for tp in question.choices("tp", divisors(num)):
-        kv, ffn = model.num_kv_heads, math.gcd(*model.ffn_widths.values())
+        # An expert is cut over tp only where ranks do not share out whole ones.
+        widths = [width for name, width in model.ffn_widths.items() if name != "expert_ffn_size"]
+        kv, ffn = model.num_kv_heads, math.gcd(0, *widths)
         if num % tp or model.num_heads % tp or ffn % tp or (kv % tp and tp % kv):
             continue
         for pp in question.choices("pp", divisors(num // tp)):
             if pp > model.num_layers or num // tp % pp:
                 continue
             dp = num // tp // pp
-            if dp in question.choices("dp", [dp]) and question.global_batch % dp == 0:
+            divides = dp in question.choices("dp", [dp]) and question.global_batch % dp == 0
+            if divides and shares_of_experts(question, tp, dp):
                 yield tp, pp, dp
 
 

@@ -8,9 +8,13 @@ was in the run, on the mean over its stages. So all layouts, the run's own too, 
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
+from tpengine import journal
 from tpengine.plan import Kind
 from tpengine.plan.actions import COMPUTE
 from tpengine.planner import Costs
@@ -19,6 +23,36 @@ from tpengine.planner.diagnose.evidence import Evidence
 from tpengine.planner.machine import Curve, Link, Machine
 from tpengine.planner.modelled.costs import model_costs
 from tpengine.planner.profiles.costs import costs_for
+
+# As many steps say how even experts are used now.
+_STEPS = 100
+_LOAD = "expert_load/"
+
+
+def load_recorded(run_dir: Path) -> float | None:
+    """Return how uneven a run used its experts: tokens of the hottest one over the mean, the mean over layers.
+
+    A rank whose experts get most has at most as much over the mean rank, and in each layer it may be another.
+
+    Args:
+        run_dir: of the run; metrics.jsonl has the load of each layer and step.
+
+    Returns: the median of the last 100 steps that have it; None if there are none.
+    """
+    try:
+        rows = journal.read_steps(run_dir / "metrics.jsonl")
+    except OSError:
+        return None
+    found = []
+    for row in rows:
+        loads = [load for name, load in row.items() if name.startswith(_LOAD) and _is_load(load)]
+        if loads:
+            found.append(statistics.fmean(loads))
+    return statistics.median(found[-_STEPS:]) if found else None
+
+
+def _is_load(value: object) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and 1.0 <= value < math.inf
 
 
 def machine_as_recorded(machine: Machine, evidence: Evidence) -> Machine:

@@ -136,7 +136,7 @@ def nearest(
 
 def _sheet(layout: Candidate, question: Question) -> Sheet | None:
     try:
-        return Sheet.of(layout.config(question), question.machine, builds=lowered)
+        return Sheet.of(layout.config(question), question.machine, builds=lowered, load=question.load)
     except ValueError:
         return None
 
@@ -277,8 +277,8 @@ class _Search:
     def _expand(self, shape: tuple[int, int, int, int]) -> None:
         """Put what shares these sizes into the heap, those that compute alike as one entry."""
         tp, pp, dp, size = shape
-        for recompute, gathered, comm in alike(self.question, tp):
-            key: Key = (tp, size, recompute, gathered, comm)
+        for again in alike(self.question, tp, dp):
+            key: Key = (tp, size, *again)
             bound = self.bounds.group_seconds(pp, dp, key)
             self._push(bound, shape[:3], lambda key=key, bound=bound: self._expand_group(shape, key, bound))  # type: ignore[misc]
 
@@ -348,7 +348,8 @@ class _Search:
         return layout, sheet
 
     def _whole(self, layout: Candidate) -> Sheet:
-        return Sheet.of(layout.config(self.question), self.question.machine, builds=lowered)
+        question = self.question
+        return Sheet.of(layout.config(question), question.machine, builds=lowered, load=question.load)
 
     def _rows(self, *, verifies: bool) -> tuple[Row, ...]:
         """Return the best layouts, their plans verified."""

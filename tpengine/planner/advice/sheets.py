@@ -27,9 +27,12 @@ from tpengine.planner.machine import Machine
 from tpengine.planner.modelled.activations import BlockBytes
 from tpengine.planner.modelled.caches import FORMS
 from tpengine.planner.modelled.costs import action_seconds, model_costs
+from tpengine.planner.modelled.exchanged import exchanged
 from tpengine.planner.modelled.memory import RankMemory, memory_of
 from tpengine.planner.modelled.operators import ActionSeconds
 
+# Below this load the busiest rank is as any other.
+_UNEVEN = 1.005
 _ORDINALS = ("first", "second", "third")
 _LEGEND = (
     "letters: T tokens of a micro-batch, t of this rank, D width, H and G query and KV heads of this rank, E head\n"
@@ -45,6 +48,7 @@ class Sheet:
         config: validated.
         machine: its rates.
         layout, plan, timeline: who holds what, the verified plan, and its simulation.
+        load: of the rank that gets most, as architectures' Sizes has it.
     """
 
     config: Config
@@ -52,6 +56,7 @@ class Sheet:
     layout: Layout
     plan: Plan
     timeline: Timeline
+    load: float = 1.0
 
     @classmethod
     def of(
@@ -60,6 +65,7 @@ class Sheet:
         machine: Machine,
         builds: Callable[[Config, Layout], Plan] = training_plan,
         balanced_for: int = 0,
+        load: float = 1.0,
     ) -> Sheet:
         """Build and simulate the plan that a run of this configuration executes.
 
@@ -68,6 +74,7 @@ class Sheet:
             machine: its rates.
             builds: what builds the plan, by default verified.
             balanced_for: as layout_of.
+            load: of the rank that gets most.
 
         Raises:
             ValueError: the configuration is not legal; the rule, the values and the nearest choice.
@@ -77,7 +84,8 @@ class Sheet:
         residency = None if config.parallel.residency == "auto" else Residency(config.parallel.residency)
         layout = layout_of(config, residency, balanced_for, machine.is_asynchronous)
         plan = builds(config, layout)
-        return cls(config, machine, layout, plan, simulate(plan, model_costs(config, layout, plan, machine)))
+        costs = model_costs(config, layout, plan, machine, load=load)
+        return cls(config, machine, layout, plan, simulate(plan, costs), load)
 
     @cached_property
     def seconds(self) -> float:
@@ -92,12 +100,13 @@ class Sheet:
     @cached_property
     def parts(self) -> StepParts:
         """Where the time goes."""
-        return StepParts.of(self.plan, self.timeline, action_seconds(self.config, self.layout, self.plan, self.machine))
+        seconds = action_seconds(self.config, self.layout, self.plan, self.machine, load=self.load)
+        return StepParts.of(self.plan, self.timeline, seconds)
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
         """What each pipeline rank holds, by kind."""
-        return memory_of(self.config, self.layout, self.plan, self.machine)
+        return memory_of(self.config, self.layout, self.plan, self.machine, self.load)
 
     def share_of_peak(self, *, causal_half: bool = True, counts_again: bool = False) -> float:
         """Return model flops (or, with what is computed again, hardware flops) over what the peak allows."""
@@ -173,6 +182,32 @@ class StepParts:
         return {field.name: getattr(self, field.name) - getattr(other, field.name) for field in fields(self)}
 
 
+def exchange_lines(config: Config, plan: Plan, load: float) -> Iterator[str]:
+    """Yield what ranks that share experts send each other, and what the busiest of them computes.
+
+    Args:
+        config: validated.
+        plan: of that configuration.
+        load: rows of the rank whose experts get most, over the mean.
+    """
+    ep = config.parallel.ep
+    if ep == 1:
+        return
+    most, mean = exchanged(config, plan, load), exchanged(config, plan)
+    share = min(load, ep)
+    line = (
+        f"{ep} ranks share the {config.model.details.num_experts} experts: each sends "
+        f"{gigabytes(mean.forward)} in F and {gigabytes(mean.backward)} in B of a micro-batch"
+    )
+    if share < _UNEVEN:
+        yield f"{line}, if all get as many rows; --moe-load says how it is if not"
+    else:
+        yield (
+            f"{line} in the mean, the slowest {gigabytes(most.forward)} and {gigabytes(most.backward)}: its experts get "
+            f"{share:.2f} times the mean, {share / ep:.0%} of all rows"
+        )
+
+
 def memory_lines(sheet: Sheet) -> Iterator[str]:
     """Yield the state of each stage, what a block keeps of a micro-batch, and the peak with its action."""
     config, layout = sheet.config, sheet.layout
@@ -212,7 +247,7 @@ def memory_lines(sheet: Sheet) -> Iterator[str]:
 def _block_lines(sheet: Sheet) -> Iterator[str]:
     config, chunk = sheet.config, sheet.plan.chunks[0]
     # Without groups: of a block that is trained.
-    block = BlockBytes.of(Sizes.of(config, sheet.layout.tp, chunk.gathered), 0)
+    block = BlockBytes.of(Sizes.of(config, sheet.layout.tp, chunk.gathered, load=sheet.load), 0)
     recompute, s = Recompute(config.parallel.recompute), block.s
     x = f"t D e = {s.own_tokens} x {s.hidden} x {s.item}"
     yield f"a block keeps of a micro-batch from F to B, with recompute {recompute.value}:"

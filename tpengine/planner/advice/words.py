@@ -11,7 +11,7 @@ from tpengine.config.rules import zero_in_words
 from tpengine.planner.advice.changes import ChangedQuestion
 from tpengine.planner.advice.question import ALLOCATOR_SHARE, Question
 from tpengine.planner.advice.search import Row, SearchResult, TooLarge
-from tpengine.planner.advice.sheets import Sheet, StepParts, days_text, gigabytes, seconds_text
+from tpengine.planner.advice.sheets import Sheet, StepParts, days_text, exchange_lines, gigabytes, seconds_text
 
 # Parts in the order in which they are told, by their names in StepParts.
 _NAMES: Mapping[str, str] = {
@@ -70,6 +70,7 @@ def answer_lines(
     if told or others:
         yield f"would change it: {told or 'none of: ' + others}"
     yield f"row 1: {_rate(best, question)}"
+    yield from exchange_lines(best.config, best.plan, best.load)
     yield from _zero_of_one_replica(question, found.rows)
     yield f"run it: {run} {found.rows[0].layout.flags(question)}"
     yield from _basis(question, found.rows[0].sheet.config)
@@ -103,6 +104,7 @@ def sheet_lines(sheet: Sheet, question: Question) -> Iterator[str]:
     if limit < float("inf"):
         room = limit - sheet.peak_bytes
         yield f"{'fits' if room >= 0 else 'does not fit'}: {gigabytes(abs(room))} {'left' if room >= 0 else 'too many'}"
+    yield from exchange_lines(sheet.config, sheet.plan, sheet.load)
     if said := zero_in_words(sheet.config.parallel):
         yield said
     yield from _basis(question, sheet.config)
@@ -163,6 +165,7 @@ def answer_json(
         "global_batch": question.global_batch,
         "seq_len": question.base.train.seq_len,
         "tokens": question.num_tokens or None,
+        "moe_load": question.load,
         "layouts": found.num_layouts,
         "may_fit": found.num_fitting,
         "simulated": found.num_simulated,

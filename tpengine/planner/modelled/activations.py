@@ -20,13 +20,14 @@ With `defers` a backward is an input half: what the weight half needs stays.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tpengine.architectures.description import Half
 from tpengine.architectures.norm import Norm
 from tpengine.architectures.part import Ledger, Product, Sizes, num_kept
-from tpengine.architectures.registry import architecture_of, layer_halves
+from tpengine.architectures.registry import architecture_of, layer_halves, layers_are_alike
 from tpengine.config import Config
 from tpengine.layout.groups import first_trained, frozen_of, trains_head, trains_lookup
 from tpengine.layout.parameters import layer_specs
@@ -324,7 +325,11 @@ class ChunkWalks:
             architecture_of(config.model).ends(config.model),
         )
         self.frozen = frozen_of(config)
-        self.blocks = [BlockBytes.of(self.s, layer, self.frozen) for layer in range(*chunk.layers)]
+        layers = range(*chunk.layers)
+        if layers and not self.frozen and layers_are_alike(config.model):
+            self.blocks = [BlockBytes.of(self.s, layers[0])] * len(layers)
+        else:
+            self.blocks = [BlockBytes.of(self.s, layer, self.frozen) for layer in layers]
         self.is_first, self.is_last = index == 0, index == last
         # Where a neighbour is on the same rank, its tensor is handed over; else it is in a slot.
         self.has_input = index > 0 and chunks[index - 1].rank == chunk.rank
@@ -428,11 +433,9 @@ class ChunkWalks:
     def _largest_gradient(self) -> int:
         """Return the bytes of the largest weight's gradient on its way into the buffer."""
         s, layers = self.s, range(*self.chunk.layers)
-        specs = [spec for layer in layers for spec in layer_specs(s.model, s.tp, layer) if spec.is_matrix]
+        specs = [spec for layer in layers for spec in layer_specs(s.model, s.tp, layer, s.ep) if spec.is_matrix]
         # Stacked matrices get theirs one by one.
         sizes = [
-            spec.local_numel(s.tp) // (spec.shape[0] if len(spec.shape) > 2 else 1)
-            for spec in specs
-            if spec.name not in self.frozen
+            math.prod(spec.block(spec.ep or s.tp, 0)[1][-2:]) for spec in specs if spec.name not in self.frozen
         ]
         return s.weight_gradient(max([*sizes, self.is_last * s.hidden * s.vocab], default=0))

@@ -17,7 +17,7 @@ from tpkernels.work import Work
 from tpengine.architectures.description import Half
 from tpengine.architectures.norm import Norm
 from tpengine.architectures.part import Kernel, Operator, Product, Sizes
-from tpengine.architectures.registry import architecture_of, layer_halves
+from tpengine.architectures.registry import architecture_of, layer_halves, layers_are_alike
 from tpengine.config import ModelConfig
 from tpengine.layout.groups import first_trained, trains_head, trains_lookup
 from tpengine.plan import Chunk, Gathered, Kind, Recompute
@@ -51,17 +51,22 @@ class ChunkActions:
         self.chunk, self.is_first, self.is_last = chunk, is_first, is_last
         self.model_ends = architecture_of(model).ends(model)
         size = operators.size
-        # Blocks of the same operators are alike, however far their parts could see.
-        blocks = {
-            layer: tuple(
-                timed(half, size, trained_products(half, size, layer, frozen)) for half in layer_halves(model, layer)
-            )
-            for layer in range(*chunk.layers)
-        }
-        first = first_trained(model, frozen)
-        self.blocks = Counter(blocks.values())
-        # Those that backward comes to.
-        self.trained_blocks = Counter(halves for layer, halves in blocks.items() if layer >= first)
+        layers = range(*chunk.layers)
+
+        def halves_of(layer: int) -> tuple[TimedHalf, ...]:
+            halves = layer_halves(model, layer)
+            return tuple(timed(half, size, trained_products(half, size, layer, frozen)) for half in halves)
+
+        self.blocks: Counter[tuple[TimedHalf, ...]]
+        if layers and not frozen and layers_are_alike(model):
+            self.blocks = self.trained_blocks = Counter({halves_of(layers[0]): len(layers)})
+        else:
+            # Blocks of the same operators are alike, however far their parts could see.
+            blocks = {layer: halves_of(layer) for layer in layers}
+            first = first_trained(model, frozen)
+            self.blocks = Counter(blocks.values())
+            # Those that backward comes to.
+            self.trained_blocks = Counter(halves for layer, halves in blocks.items() if layer >= first)
         self.looks_up = self.is_first and trains_lookup(model, frozen)
         self.trains_head = trains_head(model, frozen)
         gathers_again = chunk.gathered is Gathered.AGAIN and size.own_tokens < size.tokens

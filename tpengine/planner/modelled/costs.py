@@ -26,7 +26,7 @@ from tpengine.layout.step_plan import Layout, gradient_bytes, num_summed
 from tpengine.layout.update_work import update_work
 from tpengine.plan import Bucket, Chunk, Kind, Plan, Reduced, Weights
 from tpengine.planner import ChunkBytes, Costs
-from tpengine.planner.machine import CPU_CORE, Machine
+from tpengine.planner.machine import CPU_CORE, Link, Machine
 from tpengine.planner.modelled.activations import activation_bytes
 from tpengine.planner.modelled.caches import prepared_bytes, prepares, touched_bytes
 from tpengine.planner.modelled.chunk import ChunkActions
@@ -101,6 +101,7 @@ def chunk_seconds(
     is_first: bool,
     is_last: bool,
     known: KnownSums | None = None,
+    load: float = 1.0,
 ) -> Mapping[Kind, ActionSeconds]:
     """Return what F, B, I and W of one chunk take.
 
@@ -109,9 +110,10 @@ def chunk_seconds(
         machine: its rates, as `machine_of_ranks` has them.
         chunk: its layers.
         is_first, is_last: which ends of the model it holds.
-        known: what chunks of this configuration, tp and machine have in common, to be kept from call to call.
+        known: what chunks of this configuration, tp, machine and load have in common, to be kept from call to call.
+        load: of the rank, as Sizes has it.
     """
-    return _of_chunk(config, tp, machine, chunk, is_first, is_last, {} if known is None else known)
+    return _of_chunk(config, tp, machine, chunk, is_first, is_last, {} if known is None else known, load=load)
 
 
 def _of_chunk(
@@ -142,7 +144,12 @@ def _of_chunk(
 
 
 def model_costs(
-    config: Config, layout: Layout, plan: Plan, machine: Machine = CPU_CORE, packed: Packed | None = None
+    config: Config,
+    layout: Layout,
+    plan: Plan,
+    machine: Machine = CPU_CORE,
+    packed: Packed | None = None,
+    load: float = 1.0,
 ) -> Costs:
     """Return the costs of a configuration's plan, in seconds and bytes.
 
@@ -153,21 +160,29 @@ def model_costs(
         plan: training_plan or forward_plan of both; includes what its chunks recompute and gather again.
         machine: its rates.
         packed: the documents of micro-batches, whose mean is modelled; None for whole sequences.
+        load: of the rank that gets most, as Sizes has it: every step waits for it.
     """
-    return StepCosts(config, layout, plan, machine, packed).costs()
+    return StepCosts(config, layout, plan, machine, packed, load).costs()
 
 
 class StepCosts:
     """The parts of `model_costs`; what is public is ours, and other where another engine is modelled by a subclass.
 
     Args:
-        config, layout, plan, machine, packed: as for `model_costs`.
+        config, layout, plan, machine, packed, load: as for `model_costs`.
     """
 
     def __init__(
-        self, config: Config, layout: Layout, plan: Plan, machine: Machine, packed: Packed | None = None
+        self,
+        config: Config,
+        layout: Layout,
+        plan: Plan,
+        machine: Machine,
+        packed: Packed | None = None,
+        load: float = 1.0,
     ) -> None:
-        self.config, self.layout, self.plan, self.machine, self.packed = config, layout, plan, machine, packed
+        self.config, self.layout, self.plan, self.machine = config, layout, plan, machine
+        self.packed, self.load = packed, load
         self.dtype = config.train.dtype
         self.item, self.wide = dtype_bytes(self.dtype), gradient_bytes(self.dtype)
         # Bytes per element of a gradient on its way between replicas.
@@ -181,9 +196,12 @@ class StepCosts:
         if frozen_of(config):
             numel = max(num_trained(config, layout, rank) for rank in range(layout.pp))
         sizes = {
-            bucket.index: layout.dp * slice_numel(layout.buckets[bucket.index].layout, layout.dp)
+            bucket.index: self._replicas(bucket)
+            * slice_numel(layout.buckets[bucket.index].layout, self._replicas(bucket))
             for bucket in plan.buckets
         }
+        # Experts that no other rank holds are never gathered, nor summed.
+        shared = [bucket for bucket in plan.buckets if self._replicas(bucket) > 1 or layout.dp == 1]
         return Costs(
             compute=self.compute_seconds(),
             latency=machine.within.latency_s,
@@ -192,7 +210,7 @@ class StepCosts:
             reductions={b.index: self.reduction_seconds(b) for b in plan.buckets if b.reduced is not Reduced.NEVER},
             gathers={
                 bucket.index: self._gather_seconds(bucket, sizes[bucket.index] * self.item)
-                for bucket in plan.buckets
+                for bucket in shared
                 if bucket.weights is not Weights.WHOLE
             },
             reduce_share=machine.reduce_share,
@@ -203,22 +221,22 @@ class StepCosts:
             resident=tuple(
                 float(held + prepared_bytes(config, layout, rank, machine)) for rank, (_, held) in enumerate(per_rank)
             ),
-            weights={b.index: float(sizes[b.index] * self.item) for b in plan.buckets if b.weights is Weights.SLICED},
+            weights={b.index: float(sizes[b.index] * self.item) for b in shared if b.weights is Weights.SLICED},
             contributions={
                 b.index: float(sizes[b.index] * self.reduced_item)
-                for b in plan.buckets
+                for b in shared
                 if b.reduced is Reduced.MICROBATCH
             },
         )
 
     def compute_seconds(self) -> dict[tuple[Kind, int], float]:
         """Return what F, B, I and W of each chunk take."""
-        seconds = action_seconds(self.config, self.layout, self.plan, self.machine, self.packed)
+        seconds = action_seconds(self.config, self.layout, self.plan, self.machine, self.packed, self.load)
         return {key: of.total for key, of in seconds.items()}
 
     def activation_bytes(self) -> dict[int, ChunkBytes]:
         """Return what a micro-batch holds, by chunk."""
-        return activation_bytes(self.config, self.layout.tp, self.plan)
+        return activation_bytes(self.config, self.layout.tp, self.plan, self.load)
 
     def bytes_per_rank(self) -> list[tuple[int, int]]:
         """Return (weights, bytes) by pipeline rank, as the function of that name."""
@@ -226,21 +244,30 @@ class StepCosts:
 
     def reduction_seconds(self, bucket: Bucket) -> float:
         """Return how long replicas sum a bucket's gradients: each its slice with ZeRO, else the whole."""
-        layout, of = self.layout, self.layout.buckets[bucket.index].layout
-        if layout.zero:
-            firsts = _firsts(layout, _stage_of(bucket, self.plan))
-            link = self.machine.link(layout.dp, layout.tp, firsts)
-            return link.gather_seconds(of.numel * self.reduced_item, layout.dp)
+        of = self.layout.buckets[bucket.index].layout
+        if self.layout.zero:
+            return self._link(bucket).gather_seconds(of.numel * self.reduced_item, self._replicas(bucket))
         return self.whole_reduction_seconds(bucket)
+
+    def _replicas(self, bucket: Bucket) -> int:
+        """Return how many ranks hold what a bucket is of."""
+        return self.layout.num_replicas(self.layout.buckets[bucket.index].layout)
+
+    def _link(self, bucket: Bucket) -> Link:
+        """Return what connects these ranks: tp ranks apart, or as many as share out experts."""
+        layout, replicas = self.layout, self._replicas(bucket)
+        stride = layout.tp * layout.dp // replicas
+        first = _firsts(layout, _stage_of(bucket, self.plan)).start
+        return self.machine.link(replicas, stride, range(first, first + stride))
 
     def whole_reduction_seconds(self, bucket: Bucket) -> float:
         """Return how long ranks sum a bucket's gradients whole."""
         layout, of = self.layout, self.layout.buckets[bucket.index].layout
         num_ranks = num_summed(layout, of, self.config.model)
         # Ranks that hold the same weight whole are next to each other.
-        stride = layout.tp if num_ranks == layout.dp else 1
-        firsts = _firsts(layout, _stage_of(bucket, self.plan))[:stride]
-        return self.machine.link(num_ranks, stride, firsts).all_reduce_seconds(of.numel * self.reduced_item, num_ranks)
+        beside = self.machine.link(num_ranks, 1, _firsts(layout, _stage_of(bucket, self.plan))[:1])
+        link = self._link(bucket) if num_ranks == self._replicas(bucket) else beside
+        return link.all_reduce_seconds(of.numel * self.reduced_item, num_ranks)
 
     def _gather_seconds(self, bucket: Bucket, num_bytes: float) -> float:
         """Return how long a bucket's weights are gathered: exchanged, and copied by those who gather.
@@ -249,11 +276,10 @@ class StepCosts:
         slice of fast mode's weights that stay lies already (tpkernels/exchange/background.py). Exact mode gathers
         blocks of rows in another order, and then puts them into their places (data_parallel/bucket.py).
         """
-        layout, is_exact = self.layout, self.config.train.reduction == "exact"
+        replicas, is_exact = self._replicas(bucket), self.config.train.reduction == "exact"
         has_slices_apart = is_exact or bucket.weights is Weights.SLICED
-        copied = num_bytes / layout.dp * (has_slices_apart and not self.machine.is_asynchronous) + num_bytes * is_exact
-        link = self.machine.link(layout.dp, layout.tp, _firsts(layout, _stage_of(bucket, self.plan)))
-        seconds = link.gather_seconds(num_bytes, layout.dp)
+        copied = num_bytes / replicas * (has_slices_apart and not self.machine.is_asynchronous) + num_bytes * is_exact
+        seconds = self._link(bucket).gather_seconds(num_bytes, replicas)
         # Read and written.
         return seconds + (self._other_seconds(int(2 * copied)) if copied else 0.0)
 
@@ -288,7 +314,16 @@ class StepCosts:
 
     def _num_updated(self, numel: int) -> int:
         """Return of how many weights each replica's optimizer updates its share."""
-        return -(-numel // self.layout.dp) if self.layout.zero else numel
+        layout = self.layout
+        if not layout.zero:
+            return numel
+        if layout.ep <= layout.tp:
+            return -(-numel // layout.dp)
+        # Experts on more ranks than tp have fewer replicas.
+        return max(
+            sum(-(-bucket.numel // layout.num_replicas(bucket)) for bucket in layout.buckets_of(rank).values())
+            for rank in range(layout.pp)
+        )
 
     @property
     def _update_share(self) -> float:

@@ -70,15 +70,18 @@ class RankMemory:
         return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
 
 
-def memory_of(config: Config, layout: Layout, plan: Plan, machine: Machine = CPU_CORE) -> tuple[RankMemory, ...]:
+def memory_of(
+    config: Config, layout: Layout, plan: Plan, machine: Machine = CPU_CORE, load: float = 1.0
+) -> tuple[RankMemory, ...]:
     """Return what each pipeline rank holds while it runs a training plan.
 
     Args:
         config: validated.
         layout, plan: of that configuration.
         machine: a CPU or a GPU; decides what overlaps, and so a little what is held at once.
+        load: of the rank that gets most, as Sizes has it.
     """
-    costs = model_costs(config, layout, plan, machine)
+    costs = model_costs(config, layout, plan, machine, load=load)
     timeline = simulate(plan, costs)
     found = []
     for rank, lanes in enumerate(timeline.ranks):

@@ -12,6 +12,7 @@ much as the other: in a pipeline every stage waits for the dearest.
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple, dataclass, replace
 
 from tpkernels.work import Work
@@ -132,8 +133,9 @@ class Operators:
 
     def _exchanged(self, exchange: Exchange) -> float:
         """Return the seconds of an exchange among the ranks of its axes, as the links have them."""
-        num = (self.tp if "tp" in exchange.over else 1) * (self.num_replicas if "dp" in exchange.over else 1)
-        link = self.machine.link(num, 1 if "tp" in exchange.over else self.tp)
+        sizes = {"tp": self.tp, "dp": self.num_replicas, "ep": self.size.ep}
+        num = math.prod(sizes.get(axis, 1) for axis in exchange.over)
+        link = self.machine.link(num, self.tp if exchange.over == ("dp",) else 1)
         seconds = link.exchange_seconds if self.is_fused else link.gather_seconds
         return seconds(exchange.num_bytes, num)
 
@@ -152,11 +154,11 @@ class Operators:
 
         Args:
             product: of a part.
-            exchanges: of the product.
+            exchanges: of the product, unless its part exchanges by itself.
             kind: forward, input_gradient or weight_gradient.
         """
         rows, num, cut = product.rows or self.size.tokens, max(1, self.shards), product.cut
-        batch = product.num_weights
+        batch, exchanges = product.num_weights, exchanges * product.exchanged
         rows = -(-rows // batch)
         if num == 1:
             return self._matmul(rows, product.columns, product.inner, exchanges, kind, batch)

@@ -208,7 +208,7 @@ def test_properties_of_drawn_layouts(numbers: range) -> None:
         assert bounds.held_bytes(layout) <= sheet.peak_bytes, (number, layout)
         tp, pp, dp, size = layout.tp, layout.pp, layout.dp, layout.micro_batch_size
         assert bounds.least_seconds(tp, pp, dp, size) <= seconds * (1 + 1e-9), (number, layout)
-        key = tp, size, layout.recompute, layout.gathered, layout.tp_comm
+        key = tp, size, layout.recompute, layout.gathered, layout.tp_comm, layout.ep
         assert bounds.group_seconds(pp, dp, key) <= seconds * (1 + 1e-9), (number, layout)
         assert sheet.parts.step == pytest.approx(seconds, rel=1e-6)
         # A recorded run may have been faster than the machine says.

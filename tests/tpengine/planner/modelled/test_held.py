@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch.nn import Parameter
+from tpkernels.again import once
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import Config, ModelConfig, ParameterGroup, TrainConfig
@@ -76,7 +78,7 @@ class KeepingSink:
     def add_rows(self, param: Parameter, rows: Tensor, grad: Tensor) -> None:
         self.tensors += [rows, grad]
 
-    def grouped_weight_grad(self, param: Parameter, dy: Tensor, x: Tensor, offsets: Tensor) -> None:
+    def grouped_weight_grad(self, param: Parameter, dy: Tensor, x: Tensor, offsets: Tensor, **_: Any) -> None:
         self.tensors += [dy, x, offsets]
 
 
@@ -144,7 +146,18 @@ def kept(
         stage.receive_output_grad(0, dy)
     shared = [*net.parameters(), *rope_tables_of(config, dtype), tokens, *([] if is_local else [x, dy])]
     saved, deferred = Kept(shared), Kept(shared)
-    with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
+
+    def noted(decide: Callable[[], Any]) -> Any:
+        """What a computation decides once is kept beside autograd's tensors, where it is computed again."""
+        found = once(decide)
+        for tensor in found if recompute in (Recompute.BLOCK, Recompute.FULL) else ():
+            saved.add(tensor)
+        return found
+
+    with (
+        patch("tpengine.layers.routing.once", noted),
+        torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor),
+    ):
         stage.forward(0)
     if is_local and is_full and not is_first:
         saved.add(x)  # by the stage itself
@@ -251,7 +264,13 @@ def test_walks_end_with_what_is_kept(dtype: str, recompute: Recompute) -> None:
 @pytest.mark.parametrize("recompute", list(Recompute))
 @pytest.mark.parametrize("is_local", [False, True], ids=["received", "local"])
 @pytest.mark.parametrize(
-    "model", [*(pytest.param(model, marks=pytest.mark.slow) for model in ({}, {"num_kv_heads": 2})), DROPS], ids=str
+    "model",
+    [
+        *(pytest.param(model, marks=pytest.mark.slow) for model in ({}, {"num_kv_heads": 2})),
+        DROPS,
+        {"architecture": "mixtral", "details": EXPERTS},
+    ],
+    ids=["llama", "shared heads", "dropout", "experts"],
 )
 def test_what_is_computed_again_is_not_kept(model: dict[str, Any], is_local: bool, recompute: Recompute) -> None:
     """Recomputing does not change what the weight half needs. A tensor from a chunk of the same rank is in no slot."""
