@@ -47,6 +47,48 @@ def matmul_work(m: int, n: int, k: int, item_bytes: int) -> Work:
     return Work(flops=2 * m * n * k, memory_bytes=item_bytes * (m * k + k * n + m * n))
 
 
+def grouped_matmul_work(rows: int, n: int, k: int, experts: int, item_bytes: int) -> Work:
+    """Return the work of y[rows, n], each row of x[rows, k] times its expert's weight of n * k elements.
+
+    Bytes: x and y, and the weights of `experts`, those that have rows.
+    """
+    return Work(flops=2 * rows * n * k, memory_bytes=item_bytes * (rows * (k + n) + experts * n * k))
+
+
+def grouped_wgrad_work(
+    rows: int, out: int, inner: int, experts: int, item_bytes: int, sum_item_bytes: int = _FLOAT_BYTES
+) -> Work:
+    """Return the work of dw[e] += dy_e.T @ x_e over all rows of dy[rows, out] and x[rows, inner].
+
+    Bytes: dy and x; the sums of `experts`, those that have rows, are read and written.
+    """
+    memory = item_bytes * rows * (out + inner) + 2 * sum_item_bytes * experts * out * inner
+    return Work(flops=2 * rows * out * inner, memory_bytes=memory)
+
+
+def grouped_swiglu_work(
+    rows: int, features: int, hidden: int, experts: int, item_bytes: int, *, keeps_y: bool = True
+) -> Work:
+    """Return the work of h[rows, features] from x[rows, hidden] and the gate and up of its rows' experts.
+
+    Operations: two products, and 5 per element of h, as activation_work.
+    Bytes: x, h and the weights of `experts`, those that have rows; gate and up are written if backward will need them.
+    """
+    memory = rows * (hidden + features * (3 if keeps_y else 1)) + 2 * experts * features * hidden
+    return Work(flops=(4 * hidden + 5) * rows * features, memory_bytes=item_bytes * memory)
+
+
+def grouped_swiglu_backward_work(rows: int, features: int, hidden: int, experts: int, item_bytes: int) -> Work:
+    """Return the work of dx[rows, hidden] and dy[rows, 2 * features] from dh, gate and up.
+
+    The gradients of the weights are two of grouped_wgrad_work.
+    Operations: 11 per element of dh, as activation_backward_work, and two products.
+    Bytes: dh, gate and up read, their gradients and dx written; the weights of `experts`, those that have rows.
+    """
+    memory = rows * (hidden + 5 * features) + 2 * experts * features * hidden
+    return Work(flops=(4 * hidden + 11) * rows * features, memory_bytes=item_bytes * memory)
+
+
 def norm_work(rows: int, columns: int, item_bytes: int, *, residual: bool = False, centered: bool = False) -> Work:
     """Return the work of RMSNorm of x[rows, columns]; if `centered` of LayerNorm with a bias.
 

@@ -22,6 +22,8 @@ from tpkernels import (
     attention_qkv,
     cross_entropy,
     geglu,
+    grouped_matmul,
+    grouped_swiglu,
     layer_norm,
     linear_cross_entropy,
     matmul,
@@ -38,6 +40,7 @@ from tpkernels.autocast import lowered, promoted
 ONE = Communicator(None)
 T, D, HEADS, SEQ = 48, 32, 4, 16
 SIZE = D // HEADS
+HALVES = torch.tensor([0, 16, T], dtype=torch.int32)
 LABELS = torch.arange(T) * 7 % D
 TABLES = rope_tables(SEQ, SIZE)
 
@@ -81,6 +84,16 @@ CASES: Mapping[str, tuple[Operator, Operator]] = {
     "matmul_swiglu": (
         lambda x, w, v: matmul_swiglu(x, torch.cat((w, v))),
         lambda x, w, v: F.silu(F.linear(x, w)) * F.linear(x, v),
+    ),
+    "grouped_matmul": (
+        lambda x, w, v: grouped_matmul(x, torch.stack((w, v)), HALVES),
+        lambda x, w, v: torch.cat((F.linear(x[:16], w), F.linear(x[16:], v))),
+    ),
+    "grouped_swiglu": (
+        lambda x, w, v: grouped_swiglu(x, torch.stack((w, v)), torch.stack((v, w)), HALVES),
+        lambda x, w, v: torch.cat(
+            (F.silu(F.linear(x[:16], w)) * F.linear(x[:16], v), F.silu(F.linear(x[16:], v)) * F.linear(x[16:], w))
+        ),
     ),
     "all_gather_matmul": (
         lambda x, w, v, b: all_gather_matmul(rows(x), (w, v), ONE, biases=(b, b)),

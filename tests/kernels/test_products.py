@@ -24,7 +24,7 @@ from benchmarks.launches.compile import TARGETS, describe, pretend
 from benchmarks.launches.operators import LAUNCHES
 
 # Operators whose kernels multiply matrices.
-OPERATORS = ("all_gather_matmul", "attention", "matmul", "matmul_reduce_scatter")
+OPERATORS = ("all_gather_matmul", "attention", "grouped", "matmul", "matmul_reduce_scatter")
 
 
 class FirstStepDoneError(Exception):

@@ -29,8 +29,7 @@ from tpkernels.work import (
     dispatch_work,
     embedding_backward_work,
     embedding_work,
-    hottest_share,
-    linear_cross_entropy_backward_work,
+ba    linear_cross_entropy_backward_work,
     linear_cross_entropy_work,
     link_seconds,
     matmul_seconds,
@@ -61,6 +60,20 @@ def test_attention_counts_both_products() -> None:
     assert full.flops == 2 * 4 * (scores + mixing)
     assert full.memory_bytes == 4 * 2 * 8 * 16 * (4 + 2 + 2 + 4)
     assert attention_work(2, 8, 4, 2, 16, 4, causal_half=True).flops * 2 == full.flops
+
+
+def test_experts_products_read_the_weights_that_have_rows() -> None:
+    """6 rows of 4, experts of 3 x 4 elements, of which 2 have rows; 2 bytes an element, sums of 4."""
+    assert grouped_matmul_work(6, 3, 4, 2, 2) == Work(flops=144, memory_bytes=2 * (24 + 18 + 24))
+    assert grouped_wgrad_work(6, 3, 4, 2, 2) == Work(flops=144, memory_bytes=2 * (18 + 24) + 2 * 4 * 24)
+    gate_and_up = grouped_matmul_work(6, 3, 4, 2, 2) + grouped_matmul_work(6, 3, 4, 2, 2)
+    forward = grouped_swiglu_work(6, 3, 4, 2, 2)
+    assert forward.flops == gate_and_up.flops + activation_work(6, 3, 2, gated=True).flops
+    assert forward.memory_bytes == 2 * (24 + 18 + 36 + 48)
+    assert grouped_swiglu_work(6, 3, 4, 2, 2, keeps_y=False).memory_bytes == 2 * (24 + 18 + 48)
+    backward = grouped_swiglu_backward_work(6, 3, 4, 2, 2)
+    assert backward.flops == gate_and_up.flops + activation_backward_work(6, 3, 2, gated=True).flops
+    assert backward.memory_bytes == 2 * (18 + 36 + 36 + 24 + 48)
 
 
 def test_norm_reads_and_writes_each_row_once() -> None:

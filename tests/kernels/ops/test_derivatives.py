@@ -25,6 +25,8 @@ from tpkernels.ops.dropout import DropoutStream, dropout
 from tpkernels.ops.embedding import embedding
 from tpkernels.ops.experts.choose import choose
 from tpkernels.ops.experts.rows import combine_rows, take_rows
+from tpkernels.ops.experts.grouped import grouped_matmul
+from tpkernels.ops.experts.grouped_swiglu import grouped_swiglu
 from tpkernels.ops.matmul import matmul_swiglu
 from tpkernels.ops.matmul.operator import matmul
 from tpkernels.ops.norm.operator import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -41,6 +43,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 
 W, B = drawn(1, 4, 6), drawn(2, 6)
+EXPERTS, OFFSETS = drawn(1, 2, 4, 6), torch.tensor([0, 1, 3], dtype=torch.int32)
 
 
 class Operator(NamedTuple):
@@ -73,6 +76,10 @@ OPERATORS = {
     "matmul_swiglu": Operator(lambda x: matmul_swiglu(x, W)),
     "matmul_swiglu, recomputed": Operator(lambda x: matmul_swiglu(x, W, recompute=True)),
     "matmul_swiglu's weight": Operator(lambda w: matmul_swiglu(drawn(3, 3, 6), w), (4, 6)),
+    "grouped_matmul": Operator(lambda x: grouped_matmul(x, EXPERTS.to(x.dtype), OFFSETS)),
+    "grouped_matmul's weight": Operator(lambda w: grouped_matmul(drawn(3, 3, 6), w, OFFSETS), (2, 4, 6)),
+    "grouped_swiglu": Operator(lambda x: grouped_swiglu(x, EXPERTS, 2 * EXPERTS, OFFSETS)),
+    "grouped_swiglu's weight": Operator(lambda w: grouped_swiglu(drawn(3, 3, 6), w, EXPERTS, OFFSETS), (2, 4, 6)),
     "attention": Operator(
         lambda q: attention(q, drawn(3, 1, 3, 2, 16), drawn(4, 1, 3, 2, 16), window=2), (1, 3, 2, 16)
     ),

@@ -28,8 +28,8 @@ from tpkernels.ops.matmul.tiles import multiply, place
 @jit
 def tiles_of_groups(
     p_offsets: tl.tensor, num_experts: tl.tensor, num_rows: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr
-) -> Any:
-    """Return each group's first row, its end, and the number of tiles up to its last, blocks of BLOCK_E.
+) -> tl.tensor:
+    """Return the number of tiles up to each group's last, a block of BLOCK_E.
 
     Group e is expert e's rows, group num_experts the rows beyond; later ones are empty.
     """
@@ -38,26 +38,28 @@ def tiles_of_groups(
     b_start = tl.load(p_offsets + o_e, mask=o_e <= num_experts, other=num_rows)
     # [BLOCK_E]
     b_end = tl.load(p_offsets + o_e + 1, mask=o_e < num_experts, other=num_rows)
-    return b_start, b_end, tl.cumsum(tl.cdiv(b_end - b_start, BLOCK_M), 0)
+    return tl.cumsum(tl.cdiv(b_end - b_start, BLOCK_M), 0)
 
 
 @jit
 def group_of_tile(
     i_m: tl.tensor,
-    b_start: tl.tensor,
-    b_end: tl.tensor,
     b_tiles: tl.tensor,
+    p_offsets: tl.tensor,
+    num_experts: tl.tensor,
+    num_rows: tl.tensor,
     BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,
 ) -> Any:
-    """Return the group of a tile of rows, the tile's first row, and the group's end; see tiles_of_groups."""
-    group = tl.sum((b_tiles <= i_m).to(tl.int32), 0)
-    m_group = tl.arange(0, BLOCK_E) == group
-    # Tiles before the group's own: those up to its last, less its own.
-    before = tl.sum(tl.where(m_group, b_tiles - tl.cdiv(b_end - b_start, BLOCK_M), 0), 0)
-    start = tl.sum(tl.where(m_group, b_start, 0), 0)
-    end = tl.sum(tl.where(m_group, b_end, 0), 0)
-    return group, start + (i_m - before) * BLOCK_M, end
+    """Return the group of a tile of rows, the tile's first row, and the group's end.
+
+    Args:
+        b_tiles: of tiles_of_groups. It alone lives as long as the program: start and end are loaded anew.
+    """
+    m_before = b_tiles <= i_m
+    group = tl.sum(m_before.to(tl.int32), 0)
+    before = tl.max(tl.where(m_before, b_tiles, 0), 0)
+    end = tl.load(p_offsets + group + 1, mask=group < num_experts, other=num_rows)
+    return group, tl.load(p_offsets + group) + (i_m - before) * BLOCK_M, end
 
 
 @jit
@@ -153,11 +155,11 @@ def grouped_matmul_kernel(
         num_columns = num_columns // 16 * 16
     if K_BY_16:
         depth = depth // 16 * 16
-    b_start, b_end, b_tiles = tiles_of_groups(p_offsets, num_experts, num_rows, BLOCK_M, BLOCK_E)
+    b_tiles = tiles_of_groups(p_offsets, num_experts, num_rows, BLOCK_M, BLOCK_E)
     num_m, num_n = tl.max(b_tiles, 0), tl.cdiv(num_columns, BLOCK_N)
     for i_tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         i_m, i_n = place(i_tile, num_m, num_n, GROUP_M)
-        expert, row, end_row = group_of_tile(i_m, b_start, b_end, b_tiles, BLOCK_M, BLOCK_E)
+        expert, row, end_row = group_of_tile(i_m, b_tiles, p_offsets, num_experts, num_rows, BLOCK_M)
         column = i_n * BLOCK_N
         end_depth = tl.where(expert < num_experts, depth, 0)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -108,11 +108,11 @@ def grouped_swiglu_kernel(
         num_columns = num_columns // 16 * 16
     if K_BY_16:
         depth = depth // 16 * 16
-    b_start, b_end, b_tiles = tiles_of_groups(p_offsets, num_experts, num_rows, BLOCK_M, BLOCK_E)
+    b_tiles = tiles_of_groups(p_offsets, num_experts, num_rows, BLOCK_M, BLOCK_E)
     num_m, num_n = tl.max(b_tiles, 0), tl.cdiv(num_columns, BLOCK_N)
     for i_tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         i_m, i_n = place(i_tile, num_m, num_n, GROUP_M)
-        expert, row, end_row = group_of_tile(i_m, b_start, b_end, b_tiles, BLOCK_M, BLOCK_E)
+        expert, row, end_row = group_of_tile(i_m, b_tiles, p_offsets, num_experts, num_rows, BLOCK_M)
         column = i_n * BLOCK_N
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
