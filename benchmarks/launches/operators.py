@@ -30,6 +30,10 @@ from tpkernels.ops.clip import launch_judged, launch_square_sums
 from tpkernels.ops.cross_entropy.kernel import launch_cross_entropy_gradient_, launch_cross_entropy_partials
 from tpkernels.ops.dropout_kernel import launch_dropout
 from tpkernels.ops.embedding import launch_embedding, launch_embedding_backward_
+from tpkernels.ops.experts.choose import ChoiceRule
+from tpkernels.ops.experts.choose_kernel import launch_choose, launch_choose_backward
+from tpkernels.ops.experts.order import launch_sort
+from tpkernels.ops.experts.rows import launch_add_rows, launch_combine_rows_backward, launch_take_rows
 from tpkernels.ops.matmul.kernel import launch_matmul
 from tpkernels.ops.matmul.swiglu_kernel import launch_matmul_swiglu
 from tpkernels.ops.norm.kernel import launch_norm, launch_norm_backward
@@ -268,6 +272,30 @@ def _project(x: Tensor, dy: Tensor, weight: Tensor, fixed: bool = False) -> None
     launch_matmul(dy.T, x, out=weight.float(), accumulate=True, fixed=fixed)
 
 
+def _routing(sizes: Sizes = EVERY) -> None:
+    """Launch the routers of Qwen3-30B-A3B, Mixtral 8x7B and DeepSeek-V3, and what moves their rows.
+
+    Logits are float32 whatever the activations are.
+    """
+    for num_experts, width, rule in (
+        (128, 2048, ChoiceRule(8, normalize=True)),
+        (128, 2048, ChoiceRule(8)),
+        (8, 4096, ChoiceRule(2, normalize=True)),
+        (256, 7168, ChoiceRule(8, "sigmoid", True, 2.5, 8, 4)),
+    ):
+        logits = _empty(SEQUENCES[0], num_experts, dtype=torch.float32)
+        for bias in (None, logits[0]) if rule.scoring == "sigmoid" else (None,):
+            experts, weights, _ = launch_choose(logits, bias, rule, 1e-20)
+        launch_choose_backward(weights, logits, experts, weights, rule)
+        order, _, places = launch_sort(experts, num_experts)
+        for dtype in sizes.dtypes:
+            x = _empty(SEQUENCES[0], width, dtype=dtype)
+            xs = launch_take_rows(x, order, rule.k)
+            for factors in (None, weights):
+                launch_add_rows(xs, places, factors, rule.k)
+            launch_combine_rows_backward(x, xs, places, weights)
+
+
 def _arena(world: int) -> DeviceArena:
     """Return the arena of the first of `world` ranks, as far as launches need it; its data has addresses, no memory."""
     memory = VirtualMemory.allocate(world, CONTROL_BYTES, "cpu")[0]
@@ -331,5 +359,6 @@ LAUNCHES: Mapping[str, Callable[..., None]] = MappingProxyType(
         "adamw": _adamw,
         "gradients": _gradients,
         "rope": _rope,
+        "routing": _routing,
     }
 )

@@ -163,6 +163,70 @@ def embedding_backward_work(tokens: int, vocabulary: int, hidden: int, item_byte
     )
 
 
+def route_work(tokens: int, hidden: int, num_experts: int, top_k: int, item_bytes: int) -> Work:
+    """Return the work of a router: logits[tokens, num_experts], scores, the top_k of each token and their weights.
+
+    Operations: the product; per logit as `cross_entropy_work`, maximum, difference, exponential, sum.
+    Bytes: x and the weight read; float32 logits written, int32 experts and float32 weights; a count per expert.
+    """
+    choices = tokens * (num_experts + 2 * top_k) + num_experts
+    return Work(
+        flops=(2 * hidden + 4) * tokens * num_experts,
+        memory_bytes=item_bytes * (tokens + num_experts) * hidden + _FLOAT_BYTES * choices,
+    )
+
+
+def route_backward_work(tokens: int, hidden: int, num_experts: int, top_k: int, item_bytes: int) -> Work:
+    """Return the work of dx and dw of a router: two products and the logits' gradient.
+
+    Operations per logit: difference, exponential, product.
+    Bytes: x and the weight read, as many written; logits, experts, weights and their gradient read. The logits'
+    gradient between the two is not counted.
+    """
+    choices = tokens * (num_experts + 3 * top_k)
+    return Work(
+        flops=(4 * hidden + 3) * tokens * num_experts,
+        memory_bytes=2 * item_bytes * (tokens + num_experts) * hidden + _FLOAT_BYTES * choices,
+    )
+
+
+def sort_by_expert_work(rows: int, num_experts: int) -> Work:
+    """Return the work of the order of rows by experts, of int32: experts read, order and offsets written."""
+    return Work(memory_bytes=_FLOAT_BYTES * (2 * rows + num_experts + 1))
+
+
+def take_rows_work(tokens: int, top_k: int, hidden: int, item_bytes: int) -> Work:
+    """Return the work of xs[tokens * top_k, hidden] from x[tokens, hidden]: int32 order read, each row written."""
+    rows = tokens * top_k
+    return Work(memory_bytes=item_bytes * (tokens + rows) * hidden + _FLOAT_BYTES * rows)
+
+
+def take_rows_backward_work(tokens: int, top_k: int, hidden: int, item_bytes: int) -> Work:
+    """Return the work of dx from dxs: as forward, and each row is added."""
+    return Work(flops=tokens * top_k * hidden) + take_rows_work(tokens, top_k, hidden, item_bytes)
+
+
+def combine_rows_work(tokens: int, top_k: int, hidden: int, item_bytes: int) -> Work:
+    """Return the work of y[tokens, hidden], the weighted sums of top_k rows: a product and a sum per element.
+
+    Bytes: rows read, y written; int32 order and float32 weights read.
+    """
+    rows = tokens * top_k
+    return Work(flops=2 * rows * hidden, memory_bytes=item_bytes * (tokens + rows) * hidden + 2 * _FLOAT_BYTES * rows)
+
+
+def combine_rows_backward_work(tokens: int, top_k: int, hidden: int, item_bytes: int) -> Work:
+    """Return the work of the rows' gradients and the weights'.
+
+    Operations per element of the rows: the product with the weight; a product and a sum for the weight's gradient.
+    Bytes: dy and rows read, as many rows written; order and weights read, the weights' gradient written.
+    """
+    rows = tokens * top_k
+    return Work(
+        flops=3 * rows * hidden, memory_bytes=item_bytes * (tokens + 2 * rows) * hidden + 3 * _FLOAT_BYTES * rows
+    )
+
+
 def adamw_work(elements: int, grad_item_bytes: int, parameter_item_bytes: int = 0) -> Work:
     """Return the work of an AdamW step: master and two moments read and written, gradient read, parameter written.
 

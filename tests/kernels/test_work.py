@@ -20,6 +20,8 @@ from tpkernels.work import (
     all_reduce_work,
     attention_backward_work,
     attention_work,
+    combine_rows_backward_work,
+    combine_rows_work,
     combine_work,
     cross_entropy_gradient_work,
     cross_entropy_work,
@@ -37,6 +39,11 @@ from tpkernels.work import (
     norm_work,
     reduce_scatter_work,
     rope_work,
+    route_backward_work,
+    route_work,
+    sort_by_expert_work,
+    take_rows_backward_work,
+    take_rows_work,
     visible_pairs,
 )
 
@@ -101,6 +108,24 @@ def test_linear_cross_entropy_is_three_matmuls_without_their_logits() -> None:
 def test_embedding_copies_rows_and_its_gradient_is_dense() -> None:
     assert embedding_work(3, 4, 2) == Work(memory_bytes=2 * (12 + 12) + 24)
     assert embedding_backward_work(3, 10, 4, 2) == Work(flops=12, memory_bytes=2 * (12 + 40) + 24)
+
+
+def test_a_router_is_products_and_a_softmax() -> None:
+    """5 tokens of 8 columns, 6 experts of which each token chooses 2: 10 choices, 4 bytes each number but x and w."""
+    forward, backward = route_work(5, 8, 6, 2, 2), route_backward_work(5, 8, 6, 2, 2)
+    assert forward.flops == matmul_work(5, 6, 8, 2).flops + 4 * 30
+    assert forward.memory_bytes == 2 * (40 + 48) + 4 * (30 + 10 + 10 + 6)
+    assert backward.flops == matmul_work(5, 8, 6, 2).flops + matmul_work(6, 8, 5, 2).flops + 3 * 30
+    assert backward.memory_bytes == 4 * (40 + 48) + 4 * (30 + 10 + 10 + 10)
+    assert sort_by_expert_work(10, 6) == Work(memory_bytes=4 * (10 + 10 + 7))
+
+
+def test_rows_of_experts_are_taken_and_combined_once() -> None:
+    """5 tokens of 8 columns, 2 rows each: 80 elements of rows, 40 of tokens, 10 places."""
+    assert take_rows_work(5, 2, 8, 2) == Work(memory_bytes=2 * (40 + 80) + 4 * 10)
+    assert take_rows_backward_work(5, 2, 8, 2) == Work(flops=80, memory_bytes=2 * (40 + 80) + 4 * 10)
+    assert combine_rows_work(5, 2, 8, 2) == Work(flops=160, memory_bytes=2 * (40 + 80) + 4 * 20)
+    assert combine_rows_backward_work(5, 2, 8, 2) == Work(flops=240, memory_bytes=2 * (40 + 160) + 4 * 30)
 
 
 def test_adamw_reads_and_writes_three_states() -> None:

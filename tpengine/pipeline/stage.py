@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup
+from tpkernels.again import same_choices
 from tpkernels.exchange.mailbox import Mailbox
 
 from tpengine.layers.gradient_sink import WeightHalves

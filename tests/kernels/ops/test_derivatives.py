@@ -23,6 +23,8 @@ from tpkernels.ops.cross_entropy.linear import linear_cross_entropy
 from tpkernels.ops.cross_entropy.operator import cross_entropy, cross_entropy_partials
 from tpkernels.ops.dropout import DropoutStream, dropout
 from tpkernels.ops.embedding import embedding
+from tpkernels.ops.experts.choose import choose
+from tpkernels.ops.experts.rows import combine_rows, take_rows
 from tpkernels.ops.matmul import matmul_swiglu
 from tpkernels.ops.matmul.operator import matmul
 from tpkernels.ops.norm.operator import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -31,6 +33,7 @@ from tpkernels.ops.rope_tables import rope_tables
 
 ALONE = Communicator(None)
 LABELS = torch.tensor([0, 3, 5])
+ORDER = torch.tensor([1, 0, 2], dtype=torch.int32)
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -84,6 +87,10 @@ OPERATORS = {
     "cross_entropy": Operator(lambda z: cross_entropy(1 * z, LABELS)),
     "cross_entropy of a leaf": Operator(lambda z: cross_entropy(z, LABELS)),
     "linear_cross_entropy": Operator(lambda x: linear_cross_entropy(x, drawn(3, 7, 6), LABELS), (3, 6), False, True),
+    "choose": Operator(lambda z: choose(z, 2).weights),
+    "take_rows": Operator(lambda x: take_rows(x, ORDER, 1)),
+    "combine_rows": Operator(lambda x: combine_rows(x, ORDER, drawn(3, 3, 1))),
+    "combine_rows's weights": Operator(lambda w: combine_rows(drawn(3, 3, 6), ORDER, w), (3, 1)),
     "all_gather_matmul": Operator(lambda x: all_gather_matmul(x, [W], ALONE)[0]),
     "all_gather_matmul's weight": Operator(lambda w: all_gather_matmul(drawn(3, 3, 6), [w], ALONE)[0], (4, 6)),
     "matmul_reduce_scatter": Operator(lambda x: matmul_reduce_scatter(x, W, ALONE)),

@@ -75,6 +75,38 @@ _MISTRAL = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+_QWEN3_MOE = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+}
+_MIXTRAL = {
+    **_MISTRAL,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "vocab_size": 32000,
+}
 # GPT-2's say nothing of ties: they are tied.
 _GPT2 = {
     "architectures": ["GPT2LMHeadModel"],
@@ -218,6 +250,8 @@ def _qwen3(hidden: int, ffn: int, layers: int, heads: int, *, tie: bool) -> dict
 
 # Name -> config.json, parameters (a tied head counts once).
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Qwen3 30B A3B": (_QWEN3_MOE, 30_532_122_624),
+    "Mixtral 8x7B v0.1": (_MIXTRAL, 46_702_792_704),
     "Llama 3.1 8B": (
         {**_LLAMA, **_sizes(4096, 14336, 32, 32, tie_word_embeddings=False, rope_scaling=_LLAMA3_ROPE)},
         8_030_261_248,

@@ -26,6 +26,8 @@ _UNREAD = {
     *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "bos_token_id", "eos_token_id", "pad_token_id"),
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
     *("max_position_embeddings", "pretraining_tp", "reorder_and_upcast_attn"),
+    # Of a loss that is a setting of a run: train.balance.
+    *("output_router_logits", "router_aux_loss_coef"),
     # Read nowhere by transformers.
     *("attn_logit_softcapping", "id2label", "label2id"),
 }
@@ -94,6 +96,8 @@ def test_an_entry_that_changes_results_is_read_or_refused(architecture: str, see
     unread = _UNREAD | (_BESIDE_LAYER_TYPES if "layer_types" in values else set())
     # What no_rope_layers stands for.
     unread |= {"no_rope_layer_interval"} if "no_rope_layers" in values else set()
+    # Either needs the other.
+    unread |= {"use_sliding_window", "sliding_window"} if values.get("use_sliding_window") is False else set()
     # Of longrope.
     if values.get("rope_parameters", {}).get("rope_type") == "default":
         unread |= {"original_max_position_embeddings"}

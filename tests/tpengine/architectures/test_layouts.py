@@ -9,17 +9,20 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 from support.architectures.drawn import CONFIGS, LONGROPE, drawn_config
 from support.architectures.transformers_models import config_json
-from support.engine.exactness import assert_same_bits, merge
+from support.engine.exactness import Found, assert_same_bits, merge
 from support.engine.exactness import train as train_exactly
 from support.engine.parity import Outcome, compare, config_of, train
 from support.ranks.rank_pool import RankPool
 
 from tpengine.architectures.registry import model_of
 from tpengine.config import Config, validate
+from tpengine.layers import routing
 
 # (dp, tp, pp), schedule
 LAYOUTS = [((1, 2, 1), "1f1b"), ((1, 4, 1), "1f1b"), ((1, 1, 2), "zbv"), ((1, 2, 2), "1f1b"), ((2, 1, 2), "zbv")]
@@ -118,6 +121,36 @@ def test_a_layout_trains_as_one_process(
 def test_sliced_weights_train_as_one_process(ranks: RankPool, architecture: str) -> None:
     want = trained(ranks, config(architecture, (1, 1, 1), "1f1b"))[0]
     compare(trained(ranks, config(architecture, (2, 2, 1), "1f1b", zero=3)), want, LEAST.get(architecture, 0.0))
+
+
+def skewed_exactly(config: Config) -> Found:
+    """Train where half of all tokens want expert 0, and none expert 1."""
+    skew = torch.tensor([0.2, -9.0, 0.0, 0.0])
+    choose = routing.choose_forward
+    with patch.object(routing, "choose_forward", lambda logits, _, rule: choose(logits, skew, rule)):
+        return train_exactly(config)
+
+
+SKEWED: list[tuple[tuple[int, int, int], str, dict[str, Any]]] = [
+    ((1, 2, 1), "1f1b", {}),
+    ((1, 4, 1), "1f1b", {"recompute": "block"}),
+    ((1, 2, 2), "zb-h1", {"recompute": "full"}),
+    ((2, 2, 1), "1f1b", {"zero": 3}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "schedule", "settings"), SKEWED)
+def test_skewed_routing_and_an_empty_expert_give_the_bits_of_one_process(
+    ranks: RankPool, layout: tuple[int, int, int], schedule: str, settings: dict[str, Any]
+) -> None:
+    laid_out, alone = (
+        config("mixtral", *of, reduction="exact") for of in ((layout, schedule), ((1, 1, 1), "1f1b"))
+    )
+    laid_out = replace(laid_out, parallel=replace(laid_out.parallel, **settings))
+    num = layout[0] * layout[1] * layout[2]
+    got, want = ranks.run(skewed_exactly, num, validate(laid_out, num)), ranks.run(skewed_exactly, 1, alone)
+    assert_same_bits(merge(laid_out, got), merge(alone, want))
 
 
 # GPT-2 at tp 2, Gemma 3 at pp 2; OLMo 3 at tp 2, where a norm is over the heads of both ranks.

@@ -12,9 +12,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.architectures.drawn import CONFIGS
+from support.architectures.drawn import CONFIGS, EXPERTS
 from support.architectures.runs import beginning, saved, trained_pieces
-from support.architectures.transformers_models import Widened, ours
+from support.architectures.transformers_models import Widened, in_files, ours
 from support.ranks.rank_pool import RankPool
 from tpkernels.ops.matmul import host
 
@@ -42,7 +42,7 @@ def generated(options: GenerateOptions, prompts: list[list[int]], drawing: Drawi
 @torch.no_grad()
 def without_cache(theirs: Any, model: Path, prompts: list[list[int]], drawing: Drawing) -> list[list[int]]:
     """The same from whole sequences, each computed anew for each token."""
-    net = ours(find_model(GenerateOptions(str(model))).config.model, theirs.state_dict())
+    net = ours(find_model(GenerateOptions(str(model))).config.model, in_files(theirs, theirs.state_dict()))
     sequences = [list(prompt) for prompt in prompts]
     for number in range(ROOM):
         rows = [net(torch.tensor(tokens), len(tokens))[-1, : net.model.vocab_size] for tokens in sequences]
@@ -52,7 +52,7 @@ def without_cache(theirs: Any, model: Path, prompts: list[list[int]], drawing: D
 
 
 @pytest.mark.by_default("llama", "gpt2")
-@pytest.mark.parametrize("architecture", CONFIGS)
+@pytest.mark.parametrize("architecture", (*CONFIGS, *EXPERTS))
 def test_greedy_tokens_are_transformers(ranks: RankPool, tmp_path: Path, architecture: str) -> None:
     theirs, options = saved(architecture, tmp_path), GenerateOptions(str(tmp_path))
     (got,) = ranks.run(generated, 1, options, PROMPTS, GREEDY, 512)
@@ -68,7 +68,7 @@ def test_greedy_tokens_are_transformers(ranks: RankPool, tmp_path: Path, archite
 CASES = [
     ("gemma3", PROMPTS, DRAWN, 512),
     ("gpt2", PROMPTS, GREEDY, 2),
-    *(pytest.param(name, PROMPTS[1:2], DRAWN, 4, marks=pytest.mark.slow) for name in CONFIGS),
+    *(pytest.param(name, PROMPTS[1:2], DRAWN, 4, marks=pytest.mark.slow) for name in (*CONFIGS, *EXPERTS)),
 ]
 
 

@@ -20,10 +20,12 @@ from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tpkernels.exchange.communicator import Communicator
+from tpkernels.ops.experts.choose import ChoiceRule
 
 from tpengine.layers import (
     Attention,
     ColumnParallelLinear,
+    MixtureOfExperts,
     RMSNorm,
     RowParallelLinear,
     SwiGLU,
@@ -122,6 +124,18 @@ def vocabulary() -> Case:
     return Case(make, call, of_torch)
 
 
+def plain_experts(x: Tensor, weights: Weights, tp: int) -> Tensor:
+    """All of 3 experts, so that no choice depends on a rounding; scores and sums in at least float32."""
+    with torch.autocast("cpu", enabled=False):
+        scores = (x.to(torch.promote_types(x.dtype, torch.float32)) @ weights["gate.weight"].T).softmax(1)
+    total = torch.zeros_like(scores[:, :1])
+    for e in range(3):
+        gate, up, down = (weights[f"experts.{name}_proj.weight"][e] for name in ("gate", "up", "down"))
+        y = row_linear(F.silu(F.linear(x, gate)) * F.linear(x, up), {"weight": down}, "", tp)
+        total = total + y * scores[:, e, None]
+    return total.to(y.dtype)
+
+
 CASES = {
     "column": Case(
         lambda comm: ColumnParallelLinear(D, V, comm, bias=True),
@@ -146,6 +160,11 @@ CASES = {
         lambda comm: FeedForward(D, FFN, comm, activation="gelu", gated=False),
         lambda layer, x, _: layer(x),
         lambda x, _, w, tp: row_linear(F.gelu(linear(x, w, "up_proj.")), w, "down_proj.", tp),
+    ),
+    "experts": Case(
+        lambda comm: MixtureOfExperts(D, FFN, 3, ChoiceRule(3), comm),
+        lambda layer, x, _: layer(x),
+        lambda x, _, w, tp: plain_experts(half(x), w, tp),
     ),
     "rms norm": norm(RMSNorm, lambda x, w: F.rms_norm(x, (D,), w["weight"], 1e-5)),
     "offset norm": norm(OffsetRMSNorm, lambda x, w: F.rms_norm(x, (D,), 1 + w["weight"], 1e-5)),

@@ -6,6 +6,7 @@ Routing is skewed: the bias of one column sends most tokens to one expert, and o
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support import CountMutations
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -20,8 +22,8 @@ from tpkernels.again import same_choices
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.experts.choose import ChoiceRule
 
-from tpengine.layers import MixtureOfExperts
-from tpengine.layers.collectives import WholeRows
+from tpengine.layers import MixtureOfExperts, experts, gradient_sink, routing
+from tpengine.layers.collectives import ShardCommunicator, WholeRows
 from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
 from tpengine.layers.placement import placements_of
 
@@ -142,3 +144,189 @@ def check_layer(name: str) -> None:
 @pytest.mark.parametrize(("tp", "name"), [(1, "qwen3"), (2, "qwen3"), (2, "sigmoid"), (3, "one"), (4, "all")])
 def test_it_is_a_loop_over_tokens_and_experts(ranks: RankPool, tp: int, name: str) -> None:
     ranks.run(check_layer, tp, name)
+
+
+def backward(layer: MixtureOfExperts, comm: Communicator) -> Tensor:
+    """Run the layer forward and backward; return dx."""
+    x = rows(inputs(), comm).requires_grad_()
+    layer(x).backward(rows(tensor(20, T, D), comm))
+    assert x.grad is not None
+    return x.grad
+
+
+def check_halves() -> None:
+    """The input half adds nothing; the weight half computes the experts' three products alone, and no exchange."""
+    comm, rule = Communicator(dist.group.WORLD), RULES["qwen3"]
+    whole = layer_of(comm, rule)
+    dx = backward(whole, comm)
+    inner, halves, counted = GradientSink(), WeightHalves(), []
+    layer = layer_of(comm, rule, sink=DeferringSink(inner, halves))
+    buffers = {p: torch.zeros_like(p) for p in layer.parameters()}
+    places = {p: (buffer, i) for i, (p, buffer) in enumerate(buffers.items())}
+    inner.attach(places, SimpleNamespace(contributed=counted.append))
+    with pytest.MonkeyPatch.context() as patch:
+        seen = noted(patch)
+        with halves.of((0, 0)):
+            assert torch.equal(backward(layer, comm), dx)
+        assert not counted and not any(buffer.any() for buffer in buffers.values()) and "grouped wgrad" not in seen
+        seen.clear()
+        halves.run((0, 0))
+    assert seen == ["grouped wgrad"] * 3 and sorted(counted) == list(range(len(buffers)))
+    for (name, buffer), weight in zip(zip(SHAPES, buffers.values(), strict=True), whole.parameters(), strict=True):
+        assert weight.grad is not None
+        if placements_of(whole)[weight].is_whole:
+            # A buffer is summed over the ranks later, by its bucket.
+            assert_same(name, comm.all_reduce_(buffer), weight.grad)
+        else:
+            assert torch.equal(buffer, weight.grad), name
+
+
+def noted(patch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which every product of experts and every exchange is added by name."""
+    seen: list[str] = []
+
+    def note(place: Any, name: str, what: str) -> None:
+        run = getattr(place, name)
+
+        def noting(*given: Any, **named: Any) -> Any:
+            seen.append(what)
+            return run(*given, **named)
+
+        patch.setattr(place, name, noting)
+
+    note(gradient_sink, "accumulate_grouped_wgrad", "grouped wgrad")
+    note(experts, "grouped_matmul_forward", "product")
+    note(experts, "grouped_swiglu_backward", "product")
+    note(Communicator, "all_gather", "exchange")
+    note(Communicator, "reduce_scatter", "exchange")
+    return seen
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_weight_half_computes_the_weight_gradients_alone(ranks: RankPool, tp: int) -> None:
+    ranks.run(check_halves, tp)
+
+
+def test_what_is_frozen_has_no_gradient_and_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, dx, want = expected(RULES["qwen3"])
+    layer, comm = layer_of(Communicator(None), RULES["qwen3"]), Communicator(None)
+    frozen = {"gate.weight", "experts.up_proj.weight"}
+    for name in frozen:
+        layer.get_parameter(name).requires_grad_(False)
+    seen = noted(monkeypatch)
+    assert_same("dx", backward(layer, comm), dx)
+    assert seen.count("grouped wgrad") == 2
+    for name, weight in layer.named_parameters():
+        if name in frozen:
+            assert weight.grad is None, name
+        else:
+            assert_same(name, weight.grad, want[name])
+    # Nothing before needs a gradient, and of the experts down alone is trained: one product.
+    layer.requires_grad_(False)
+    layer.experts.down_proj.weight.requires_grad_(True)
+    seen.clear()
+    layer.zero_grad()
+    layer(inputs()).backward(tensor(20, T, D))
+    assert [what for what in seen if what != "exchange"] == ["product", "grouped wgrad"]
+    assert_same("down", layer.experts.down_proj.weight.grad, want["experts.down_proj.weight"])
+
+
+def gradients_again(context_fn: Any) -> dict[str, Tensor]:
+    """Gradients of a layer that is computed again from other scores than the first time."""
+    layer = layer_of(Communicator(None), RULES["one"])
+    y = checkpoint(layer, inputs().requires_grad_(), use_reentrant=False, context_fn=context_fn)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "router_logits", lambda x, w: (x @ w.T).roll(1, 1))
+        y.backward(tensor(20, T, D))
+    return {name: weight.grad for name, weight in layer.named_parameters() if ".experts." in f".{name}"}
+
+
+def test_what_is_computed_again_goes_to_the_experts_of_the_first_time() -> None:
+    _, _, want = expected(RULES["one"])
+    for name, gradient in gradients_again(same_choices).items():
+        assert_same(name, gradient, want[name])
+
+
+def test_copies_and_prepared_weights() -> None:
+    comm = Communicator(None)
+    sink = GradientSink()
+    layer = layer_of(comm, RULES["qwen3"], sink=sink)
+    sink.attach({p: (torch.zeros_like(p), 0) for p in layer.parameters()}, SimpleNamespace(contributed=lambda _: None))
+    with torch.no_grad():
+        want = layer(inputs())
+        layer.prepare(T)
+        assert_same("prepared", layer(inputs()), want)
+    copied = copy.deepcopy(layer)
+    layer.release()
+    backward(copied, comm)
+    assert all(p.grad is not None for p in copied.parameters()) and all(p.grad is None for p in layer.parameters())
+    assert_gradients(copied, expected(RULES["qwen3"])[2], comm)
+
+
+def test_a_tokens_terms_are_added_in_the_order_of_its_choice() -> None:
+    """In float32, whose sums tell one order from another."""
+    assert sums_in_order()
+
+
+def sums_in_order() -> bool:
+    router = layer_of(Communicator(None), RULES["all"]).float().gate
+    routed = router(inputs().float())
+    # Products that float32 holds, so that only the sums round.
+    weights = 2.0 ** -routed.experts.float()
+    ys = tensor(30, T * E, D).bfloat16().float() * 2.0 ** (torch.arange(T * E) % 23)[:, None]
+    want = torch.zeros(T, D)
+    for j in range(E):
+        want += weights[:, j, None] * ys[routed.places.view(T, E)[:, j].long()]
+    return torch.equal(experts.combined(ys, routed._replace(weights=weights)), want)
+
+
+@pytest.mark.parametrize(
+    ("width", "rule", "message"),
+    [
+        (7, ChoiceRule(2), r"an expert's width 7 is not divisible by 2 shards: use 6 or 8"),
+        (8, ChoiceRule(6), r"k is 6, E 5: pass a k of at most 5"),
+        (8, ChoiceRule(2, num_groups=2), r"5 experts in 2 groups"),
+    ],
+)
+def test_what_cannot_be_is_refused(width: int, rule: ChoiceRule, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MixtureOfExperts(D, width, E, rule, ShardCommunicator(0, 2, Communicator(None)))
+
+
+def times_two(add: Any) -> Any:
+    return lambda buffer, dy, x, offsets, fixed: add(buffer, 2 * dy, x, offsets, fixed=fixed)
+
+
+# What is broken, where, and how: of two ranks, or of one.
+OF_RANKS: dict[str, tuple[Any, str, Any]] = {
+    "experts' gradients times tp": (gradient_sink, "accumulate_grouped_wgrad", times_two),
+    "the router's gradient not summed": (GradientSink, "add", lambda add: lambda of, p, g, _: add(of, p, g)),
+    "rows of another expert": (experts, "take_forward", lambda take: lambda x, order, k: take(x, order.roll(1), k)),
+}
+
+
+def is_noticed(name: str) -> bool:
+    place, function, breaking = OF_RANKS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, function, breaking(getattr(place, function)))
+        try:
+            check_layer("qwen3")
+        except AssertionError:
+            # All ranks or none: a rank that goes on alone would wait.
+            return True
+    return False
+
+
+def test_mutations_are_noticed(
+    ranks: RankPool, monkeypatch: pytest.MonkeyPatch, count_mutations: CountMutations
+) -> None:
+    noticed = {name: any(ranks.run(is_noticed, 2, name)) for name in OF_RANKS}
+    # Computed again from other scores, and nobody keeps the first choice.
+    again, (_, _, want) = gradients_again(lambda: (nullcontext(), nullcontext())), expected(RULES["one"])
+    noticed["routing computed again"] = any(not torch.allclose(again[name], want[name]) for name in again)
+    forward = experts.combine_forward
+    backwards = lambda ys, places, w: forward(ys, places.view_as(w).flip(1).reshape(-1), w.flip(1))  # noqa: E731
+    monkeypatch.setattr(experts, "combine_forward", backwards)
+    noticed["terms in another order"] = not sums_in_order()
+    count_mutations("a mixture of experts", sum(noticed.values()), len(noticed))
+    assert all(noticed.values()), noticed

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from tpkernels.again import once
 
 from tpengine.pipeline.stage import Stage
 
@@ -136,6 +137,27 @@ def test_recomputation_keeps_the_input_alone() -> None:
     assert saved and given not in saved
     saved, _ = saved_and_given(recompute=True)
     assert not saved
+
+
+def test_what_is_decided_once_stays_where_a_chunk_is_computed_again() -> None:
+    """Of each micro-batch, whatever order their backward passes come in."""
+    decisions, used = iter(range(9)), []
+
+    def chunk(x: torch.Tensor) -> torch.Tensor:
+        decided = once(lambda: next(decisions))
+        used.append(decided)
+        return x * decided
+
+    stage = Stage(chunk, Given(), is_first=False, is_last=False, recompute=True)
+    for microbatch in (0, 1, 2):
+        stage.receive_input(microbatch, torch.ones(2))
+        stage.forward(microbatch)
+    for microbatch in (2, 0, 1):
+        stage.receive_output_grad(microbatch, torch.ones(2))
+        stage.backward(microbatch)
+        assert stage.take_input_grad(microbatch).tolist() == [microbatch] * 2
+    assert used == [0, 1, 2, 2, 0, 1]
+    assert not stage._again
 
 
 def test_forward_only_keeps_nothing() -> None:

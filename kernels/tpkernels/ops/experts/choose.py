@@ -4,8 +4,10 @@
     experts[T, k] = those of the k largest score + bias, within the best groups if there are several
     weights[T, k] = scale * score[t, experts], divided by their sum over k first if `normalize`
 
-    u[T, k] = weights * (dweights - (sum over k of weights * dweights) / scale if `normalize`)
-    dlogits[t, experts] = u * (1 - score) for sigmoid; u for softmax, minus score * (sum over k of u) for all experts
+    mean[T] = (sum over k of weights * dweights) / scale
+    dlogits[T, E] = scale * score * (dweights - mean), dweights 0 where not chosen      softmax
+    dlogits[t, experts] = weights * (dweights - mean)                                   softmax, normalised
+    dlogits[t, experts] = weights * (dweights - mean if `normalize`) * (1 - score)      sigmoid
 
 A normalised softmax of k logits needs nothing of the others, and its gradient is exactly 0 there.
 
@@ -78,7 +80,7 @@ def choose_reference(logits: Tensor, bias: Tensor | None, rule: ChoiceRule) -> E
     weights = scores.gather(1, experts)
     if rule.normalize:
         weights = weights / (weights.sum(1, keepdim=True) + (_LEAST_SUM if rule.scoring == "sigmoid" else 0))
-    counts = torch.stack([(experts == e).sum() for e in range(logits.shape[1])])
+    counts = torch.bincount(experts.reshape(-1), minlength=logits.shape[1])
     return ExpertChoice(experts.int(), weights * rule.scale, counts.int())
 
 
@@ -128,16 +130,16 @@ def _sum_of_columns(x: Tensor) -> Tensor:
 
 
 def _backward_on_host(dweights: Tensor, logits: Tensor, experts: Tensor, weights: Tensor, rule: ChoiceRule) -> Tensor:
-    places = experts.long()
-    if rule.normalize:
-        dweights = dweights - _sum_of_columns(weights * dweights).div_(rule.scale)
-    slopes = weights * dweights
-    if rule.scoring == "sigmoid":
-        slopes *= _sigmoid(-logits.gather(1, places))
-    dlogits = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+    places, dlogits = experts.long(), torch.zeros_like(logits)
+    mean = _sum_of_columns(weights * dweights).div_(rule.scale)
     if rule.scoring == "softmax" and not rule.normalize:
-        torch.mul(logits.softmax(1), _sum_of_columns(slopes).neg_(), out=dlogits)
-    return dlogits.scatter_add_(1, places, slopes)
+        dlogits.scatter_(1, places, dweights)
+        return dlogits.sub_(mean).mul_(rule.scale).mul_(logits.softmax(1))
+    slopes = weights * (dweights - mean if rule.normalize else dweights)
+    if rule.scoring == "sigmoid":
+        # 1 - sigmoid(l) is sigmoid(-l), which loses no digits.
+        slopes *= _sigmoid(-logits.gather(1, places))
+    return dlogits.scatter_(1, places, slopes)
 
 
 def choose_forward(logits: Tensor, bias: Tensor | None, rule: ChoiceRule) -> ExpertChoice:
@@ -172,16 +174,21 @@ def choose_op(
     num_groups: int,
     top_groups: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return experts, weights and counts, new and contiguous; arguments as `choose_forward`'s."""
-    return choose_forward(logits, bias, ChoiceRule(k, scoring, normalize, scale, num_groups, top_groups))
+    """Return weights, experts and counts, new and contiguous; arguments as `choose_forward`'s.
+
+    In this order, since torch.library.opcheck adds up outputs in the dtype of the first.
+    """
+    rule = ChoiceRule(k, scoring, normalize, scale, num_groups, top_groups)
+    experts, weights, counts = choose_forward(logits, bias, rule)
+    return weights, experts, counts
 
 
 @choose_op.register_fake
 def _(logits: Tensor, bias: Any, k: int, *rule: Any) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
     return (
-        logits.new_empty(num_tokens, k, dtype=torch.int32),
         logits.new_empty(num_tokens, k),
+        logits.new_empty(num_tokens, k, dtype=torch.int32),
         logits.new_empty(num_experts, dtype=torch.int32),
     )
 
@@ -202,12 +209,12 @@ def _(dweights: Any, logits: Tensor, *rest: Any) -> Tensor:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     logits, _, _, *ctx.rule = inputs
-    experts, weights, _ = output
+    weights, experts, _ = output
     ctx.save_for_backward(logits, experts, weights)
 
 
 @differentiable_once
-def _backward(ctx: Any, _: Any, dweights: Tensor, __: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dweights: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     dlogits = choose_backward_op(dweights, *ctx.saved_tensors, *ctx.rule[:3])
     return dlogits, *(None for _ in range(7))
 
@@ -294,4 +301,5 @@ def choose(
     check_choice(logits.shape[1], bias, rule)
     refuse_tangents("choose", logits)
     wide = logits.to(accumulation_dtype(logits.dtype))
-    return ExpertChoice(*choose_op(wide, None if bias is None else bias.detach().to(wide.dtype), *rule))
+    weights, experts, counts = choose_op(wide, None if bias is None else bias.detach().to(wide.dtype), *rule)
+    return ExpertChoice(experts, weights, counts)

@@ -151,32 +151,32 @@ def _choose_backward_kernel(
     o_expert = tl.arange(0, BLOCK_EXPERTS)
     m_token, m_expert = o_token < num_tokens, (o_expert < NUM_EXPERTS)[None, :]
     o_logits = o_token[:, None] * NUM_EXPERTS + o_expert[None, :]
-    # Numbers of tokens: the sum over k of weight * dweight, what is taken from dweight, the sum of slopes.
     b_mean = tl.zeros([BLOCK_TOKENS], p_weights.dtype.element_ty)
-    b_total = tl.zeros([BLOCK_TOKENS], p_weights.dtype.element_ty)
-    if NORMALIZE:
-        for j in range(K):
-            # [BLOCK_TOKENS]
-            b_weight = tl.load(p_weights + o_token * K + j, mask=m_token, other=0.0)
-            b_mean += b_weight * tl.load(p_dweights + o_token * K + j, mask=m_token, other=0.0)
-        b_mean /= SCALE
+    for j in range(K):
+        # [BLOCK_TOKENS]
+        b_weight = tl.load(p_weights + o_token * K + j, mask=m_token, other=0.0)
+        b_mean += b_weight * tl.load(p_dweights + o_token * K + j, mask=m_token, other=0.0)
+    b_mean /= SCALE
+    DENSE: tl.constexpr = SCORING == "softmax" and not NORMALIZE
     # [BLOCK_TOKENS, BLOCK_EXPERTS]
     b_dlogits = tl.zeros([BLOCK_TOKENS, BLOCK_EXPERTS], p_weights.dtype.element_ty)
     for j in range(K):
         # [BLOCK_TOKENS]
         expert = tl.load(p_experts + o_token * K + j, mask=m_token, other=0)
-        b_slope = tl.load(p_dweights + o_token * K + j, mask=m_token, other=0.0) - b_mean
-        b_slope *= tl.load(p_weights + o_token * K + j, mask=m_token, other=0.0)
+        b_slope = tl.load(p_dweights + o_token * K + j, mask=m_token, other=0.0)
+        if not DENSE:
+            if NORMALIZE:
+                b_slope -= b_mean
+            b_slope *= tl.load(p_weights + o_token * K + j, mask=m_token, other=0.0)
         if SCORING == "sigmoid":
             m_inside = m_token & (expert >= 0) & (expert < NUM_EXPERTS)
             # 1 - sigmoid(b) is sigmoid(-b), which loses no digits.
             b_slope *= _sigmoid(-tl.load(p_logits + o_token * NUM_EXPERTS + expert, mask=m_inside, other=0.0))
-        b_total += b_slope
         b_dlogits += tl.where(o_expert[None, :] == expert[:, None], b_slope[:, None], 0.0)
-    if SCORING == "softmax" and not NORMALIZE:
+    if DENSE:
         # [BLOCK_TOKENS, BLOCK_EXPERTS]
         b_logits = tl.load(p_logits + o_logits, mask=m_token[:, None] & m_expert, other=0.0)
-        b_dlogits -= _softmax(tl.where(m_expert, b_logits, float("-inf"))) * b_total[:, None]
+        b_dlogits = (b_dlogits - b_mean[:, None]) * SCALE * _softmax(tl.where(m_expert, b_logits, float("-inf")))
     tl.store(p_dlogits + o_logits, b_dlogits, mask=m_token[:, None] & m_expert)
 
 

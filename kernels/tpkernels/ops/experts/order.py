@@ -45,7 +45,7 @@ def sort_by_expert_reference(experts: Tensor, num_experts: int) -> tuple[Tensor,
     rows = [[pair for pair, expert in enumerate(pairs) if expert == e] for e in range(num_experts)]
     order = [pair for of_expert in rows for pair in of_expert]
     offsets = [sum(len(of_expert) for of_expert in rows[:e]) for e in range(num_experts + 1)]
-    return tuple(torch.tensor(numbers, dtype=torch.int32, device=experts.device) for numbers in (order, offsets))
+    return experts.new_tensor(order), experts.new_tensor(offsets)
 
 
 @jit(do_not_specialize=["num_pairs", "num_blocks"])

@@ -37,8 +37,7 @@ def take_rows_reference(x: Tensor, order: Tensor, k: int) -> Tensor:
 
 def combine_rows_reference(ys: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """Return y computed in ys's dtype: the specification."""
-    num_tokens, k = weights.shape
-    rows = torch.zeros_like(ys).index_copy(0, order.long(), ys).view(num_tokens, k, -1)
+    rows = torch.zeros_like(ys).index_copy(0, order.long(), ys).view(*weights.shape, ys.shape[1])
     return (rows * weights[:, :, None].to(ys.dtype)).sum(1)
 
 

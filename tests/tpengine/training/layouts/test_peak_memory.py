@@ -109,6 +109,7 @@ def test_the_peak_is_the_simulators_with_other_settings(ranks: RankPool, dtype: 
 
 # What blocks of other architectures keep: windows, learned positions and no gate, norms of what a half adds. Sequences
 # are so long that attention holds most where its scores are written out.
+EXPERTS = ModelDetails(num_experts=4, experts_per_token=2, expert_ffn_size=96, normalizes_scores=True)
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -125,6 +126,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmo3": {"details": ModelDetails(windows=(16, 16, 16, 0), local_rope_theta=1e4)},
     "ministral3": {"details": ModelDetails(rope=RopeScaling("yarn", 4.0, 64, llama_4_scaling_beta=0.1))},
     "phi3": {"details": ModelDetails(rope=RopeScaling(partial_rotary_factor=0.75))},
+    "qwen3_moe": {"details": replace(EXPERTS, has_experts=(True, False, True, True))},
+    "mixtral": {"details": replace(EXPERTS, expert_ffn_size=192, experts_per_token=1)},
 }
 BY_DEFAULT = {("mistral", "float32"), ("gpt2", "bfloat16"), ("gemma3", "float32")}
 

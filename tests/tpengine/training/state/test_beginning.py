@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from support.architectures.drawn import CONFIGS
+from support.architectures.drawn import CONFIGS, EXPERTS
 from support.architectures.parity import transformers_losses
 from support.architectures.runs import CPU, Pieces, beginning, begun, pieces_of, saved, trained_run
-from support.architectures.transformers_models import tensor_of
+from support.architectures.transformers_models import in_files, tensor_of
 from support.ranks.rank_pool import RankPool
 
 from tpengine.architectures.model_path import model_at
@@ -173,6 +173,7 @@ TOLERANCE = {"float64": 1e-8, "float32": 1e-3}
             for name in ("qwen3", "gpt2")
             for dtype in ("float64", "float32")
         ),
+        *(pytest.param(name, "float64", 20, marks=pytest.mark.slow) for name in EXPERTS),
     ],
 )
 def test_it_trains_on_as_transformers_does(
@@ -187,7 +188,7 @@ def test_it_trains_on_as_transformers_does(
     def compare_weights(step: int) -> None:
         if (step + 1) % EVERY:
             return
-        state = theirs.state_dict()
+        state = in_files(theirs, theirs.state_dict())
         for name, (_, got) in weights[step // EVERY].items():
             # Without rotation a bias of all keys changes no probability: its gradient is rounding.
             if architecture == "gpt2" and name.endswith("k_proj.bias"):
