@@ -129,7 +129,7 @@ def awaited(state: TrainState, what: object) -> dict[str, list[int]]:
         return _others({"tp": _members(mesh.tp), **sharing})
     if what.kind is Kind.CLIP:
         # The last stage also sums the losses over the replicas; where these own slices, all sum their squares, and with
-        # experts their counts.
+        # experts, which may differ too, their counts.
         has_experts = state.part.config.model.details.num_experts > 0
         meets = state.model.is_last or state.sliced is not None or has_experts
         replicas = {"dp": _members(mesh.dp)} if meets else {}

@@ -16,6 +16,7 @@ from tpengine.checkpoint.index import CheckpointError, Index, write_index
 from tpengine.checkpoint.resume import changes_since, continued_config, find_checkpoint, state_of, without_layout
 from tpengine.commands.arguments import ConfigError, parse_config
 from tpengine.config import Config, ParallelConfig, TrainConfig, decay_steps_of, num_evaluated, validate
+from tpengine.config.settings import ModelDetails
 from tpengine.config.toml import dump_toml
 from tpengine.training.learning_rate import learning_rate
 
@@ -43,6 +44,37 @@ def test_other_processes_get_a_layout_and_the_same_global_batch() -> None:
     assert sizes(continued) == (1, 2, 1) and continued.train.num_micro_batches == 8
     continued = continued_config(saved, without_layout(saved), 1)
     assert sizes(continued) == (1, 1, 1) and continued.train.num_micro_batches == 8
+
+
+@pytest.mark.parametrize(
+    ("saved", "world", "now"),
+    [
+        # (tp, pp, dp, ep): the legal ep nearest to the saved one.
+        ((2, 1, 2, 4), 4, (2, 1, 2, 4)),
+        ((2, 1, 2, 4), 2, (2, 1, 1, 2)),
+        ((2, 1, 2, 4), 8, (2, 1, 4, 4)),
+        ((1, 1, 4, 4), 1, (1, 1, 1, 1)),
+        ((1, 1, 4, 1), 2, (1, 1, 2, 1)),
+    ],
+)
+def test_other_processes_share_experts_as_nearly_alike_as_may_be(
+    saved: tuple[int, int, int, int], world: int, now: tuple[int, int, int, int]
+) -> None:
+    base = saved_run(*saved[:3])
+    details = ModelDetails(num_experts=8, experts_per_token=2, expert_ffn_size=64)
+    model = replace(base.model, architecture="qwen3_moe", details=details)
+    before = replace(base, model=model, parallel=replace(base.parallel, ep=saved[3]))
+    continued = validate(continued_config(before, without_layout(before), world), world)
+    assert (*sizes(continued), continued.parallel.ep) == now
+
+
+def test_a_flag_says_who_shares_experts() -> None:
+    base = saved_run(2, 1, 2)
+    details = ModelDetails(num_experts=8, experts_per_token=2, expert_ffn_size=64)
+    before = replace(base, model=replace(base.model, architecture="qwen3_moe", details=details))
+    wanted = without_layout(before)
+    wanted = replace(wanted, parallel=replace(wanted.parallel, ep=4))
+    assert continued_config(before, wanted, 4).parallel.ep == 4
 
 
 @pytest.mark.parametrize(

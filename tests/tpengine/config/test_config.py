@@ -48,13 +48,13 @@ def test_there_are_few_settings_with_distinct_names() -> None:
     (2), what the learning rate does after its warm-up (2), phases, how often a run is evaluated and sampled (2),
     which checkpoints stay (2), how documents lie in sequences, what is run for a checkpoint, who is told, mixtures,
     what is done about a step that leaps, a held-out text, on how many samples of it the loss is, the optimizer, the
-    dtype of what it keeps, groups of parameters, what next-token loss has besides (2), columns of a text, and who
-    shares experts.
+    dtype of what it keeps, groups of parameters, what next-token loss has besides (2), columns of a text, who shares
+    experts, and how their load is balanced (2).
     """
     names = setting_names(Config())
     # A path is the data's and the model's, a schedule the pipeline's and the learning rate's.
     assert sorted(names) == sorted([*set(names), "path", "schedule"])
-    assert len(names) <= 81
+    assert len(names) <= 83
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,10 @@ def test_impossible_layouts_name_a_possible_one(world_size: int, given_axes: dic
         assert part in str(error.value)
 
 
+EXPERTS: dict[str, Any] = {
+    "architecture": "qwen3_moe",
+    "details": ModelDetails(num_experts=8, experts_per_token=2, expert_ffn_size=64),
+}
 # settings, processes, what the message must contain: the rule, the values, the nearest legal choice.
 BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
     ({"hidden_size": 0}, 1, ["hidden_size must be at least 1", "0"]),
@@ -127,6 +131,12 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
         4,
         ["num_kv_heads", "tp", "3", "4", "num_kv_heads 2 or 4"],
     ),
+    ({"ep": 0}, 1, ["parallel.ep must be at least 1", "0"]),
+    ({"ep": 2, "tp": 2}, 2, ["shares out the experts", "ep 2", "this model has none", "use ep 1"]),
+    ({"ep": 2, "tp": 2, "reduction": "exact", **EXPERTS}, 2, ["exact", "ep 2", "use ep 1", "reduction fast"]),
+    ({"ep": 3, "dp": 3, **EXPERTS}, 3, ["num_experts must be divisible by ep", "num_experts 8, ep 3", "use ep 1"]),
+    ({"ep": 8, "tp": 2, "dp": 2, **EXPERTS}, 4, ["divide the tp * dp ranks", "ep 8, tp 2 * dp 2", "use ep 4"]),
+    ({"ep": 2, "tp": 4, "dp": 2, **EXPERTS}, 8, ["tp times a divisor of dp", "ep 2, tp 4, dp 2", "use ep 1 or 4"]),
     ({"tp": 2, "micro_batch_size": 1, "seq_len": 127}, 2, ["micro_batch_size", "seq_len", "tp", "127", "126", "128"]),
     ({"pp": 4, "num_layers": 2}, 4, ["layer", "pp 4", "num_layers 2", "use pp 2"]),
     ({"schedule": "1f1c"}, 1, ["schedule must be one of", "1f1b", "gpipe", "1f1c"]),

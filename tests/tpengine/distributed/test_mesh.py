@@ -73,6 +73,31 @@ def test_joined_axes(ranks: RankPool) -> None:
         assert groups["ends"] is None
 
 
+def expert_groups(pp: int, dp: int, tp: int, ep: int) -> tuple[list[int], list[int], bool]:
+    mesh = build_mesh(Shape(pp, dp, tp, ep), "cpu")
+    assert mesh.ep is not None and mesh.edp is not None
+    dist.barrier(mesh.ep)
+    dist.barrier(mesh.edp)
+    own = [sorted(dist.get_process_group_ranks(group)) for group in (mesh.ep, mesh.edp)]
+    return own[0], own[1], mesh.ep is mesh.tp and mesh.edp is mesh.dp
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 4), (1, 2), (2, 2), (2, 8)])
+def test_neighbours_share_experts_and_stages_have_their_own(ranks: RankPool, tp: int, ep: int) -> None:
+    num_stage = 8 if ep == 8 else 4
+    pp, dp = 8 // num_stage, num_stage // tp
+    for rank, (sharing, alike, is_tp) in enumerate(ranks.run(expert_groups, 8, pp, dp, tp, ep)):
+        first = rank // num_stage * num_stage
+        assert sharing == list(range(rank // ep * ep, rank // ep * ep + ep))
+        assert alike == list(range(first + rank % ep, first + num_stage, ep))
+        assert is_tp == (ep == tp)
+
+
+def test_ep_must_divide_the_ranks_of_a_stage(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"ep must divide the ranks of a stage: ep 2, dp 3 \* tp 1: use ep 1"):
+        ranks.run(expert_groups, 3, 1, 3, 1, 2)
+
+
 def members_of_two_meshes() -> tuple[Members, Members, Members]:
     """Return the members for two trainers one after the other, and for one without tied ends."""
     return group_members(3, 1, 1, 1, (0, 2)), group_members(3, 1, 1, 1, (2, 0)), group_members(3, 1, 1, 1)

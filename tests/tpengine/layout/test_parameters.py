@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 
 from tpengine.architectures import llama
 from tpengine.config import ModelConfig
+from tpengine.config.presets import tiny_moe
 from tpengine.layout.parameters import (
+    all_pieces,
     bucket_layouts,
     decays,
     gradients_of,
     layer_specs,
     num_matmul_parameters,
     num_parameters,
+    pieces_of,
     sliced_gradients,
     stage_specs,
 )
@@ -50,6 +53,29 @@ def test_blocks_tile_every_tensor_replicas_times(model: ModelConfig, tp: int) ->
         holders = tp if spec.shard_dim is None else spec.replicas
         assert set(covered.values()) == {holders}
         assert len(covered) * spec.local_numel(tp) == math.prod(spec.shape)
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (1, 2), (2, 4), (1, 8), (4, 8)])
+def test_every_expert_lies_once_on_the_ranks_that_share_them(tp: int, ep: int) -> None:
+    model = tiny_moe().model
+    for spec in stage_specs(model, tp, 0, 1, ep):
+        pieces = all_pieces(spec, tp)
+        assert len({piece.holder for piece in pieces}) == len(pieces)
+        if ".experts." not in spec.name:
+            assert (spec, pieces) == (
+                next(of for of in stage_specs(model, tp, 0, 1) if of.name == spec.name),
+                pieces_of(spec, tp, range(tp)),
+            )
+            continue
+        # Whole experts where ranks share them, neighbours in the order of ranks; else a share of every one.
+        assert sum(math.prod(piece.block[1]) for piece in pieces) == math.prod(spec.shape)
+        assert spec.local_numel(tp) * len(pieces) == math.prod(spec.shape)
+        if ep > 1:
+            firsts = [piece.block[0] for piece in pieces]
+            assert firsts == [(rank * spec.shape[0] // ep, 0, 0) for rank in range(ep)]
+        assert spec.reduce_over == (("edp",) if ep > tp else ("dp",))
+        held = [piece for of in range(max(tp, ep)) for piece in pieces_of(spec, tp, range(of % tp, of % tp + 1), of)]
+        assert sorted(piece.block for piece in held) == sorted(piece.block for piece in pieces)
 
 
 @settings(deadline=None, derandomize=True)

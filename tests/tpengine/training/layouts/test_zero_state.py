@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.architectures.looped_experts import permit_looped, with_experts
 from support.engine.parity import Outcome, compare, config_of, whole_weights
 from support.engine.resuming import resumed
 from support.ranks.rank_pool import RankPool
@@ -104,6 +105,25 @@ def test_state_is_the_formulas_to_the_byte(ranks: RankPool, zero: int, dp: int, 
     assert total == numel * (whole * dp + shared)
     # No copy of a matrix is left besides.
     assert all(largest < numel // 4 for _, _, largest in found)
+
+
+def experts_counted(config: Config) -> tuple[StateBytes, StateBytes, int]:
+    permit_looped()
+    return counted_on_a_host_each(config)
+
+
+# dp, tp, ep: two replicas of every expert, and one.
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(4, 1, 2), (2, 2, 4)])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_state_with_shared_experts_is_counted_to_the_byte(
+    ranks: RankPool, zero: int, layout: tuple[int, int, int]
+) -> None:
+    dp, tp, ep = layout
+    config = config_of(dp, tp, 1, tied=False, kv_heads=4, num_layers=2, zero=zero)
+    config = with_experts(replace(config, train=replace(config.train, dtype="bfloat16")), ep)
+    for counted_bytes, expected, _ in ranks.run(experts_counted, dp * tp, config):
+        assert counted_bytes == expected
 
 
 def held_at_the_beginning(config: Config) -> tuple[int, int]:
