@@ -38,7 +38,11 @@ PANELS = (
     ("wall_tokens_per_second", "tokens/s, wall time", 1.0),
     ("bubble", "bubble, share of the step", 1.0),
     ("peak_memory_bytes", "peak memory, GB", 1e-9),
+    ("balance_loss", "auxiliary loss of experts", 1.0),
+    ("expert_load", "tokens of the hottest expert over the mean, largest of the layers", 1.0),
 )
+# Of each layer with experts a field; their panel has the largest as a line, each layer as a thin one.
+_LOAD = "expert_load/"
 # Fields of a run's own metrics; of a mixture's sources, with another /, none is drawn.
 _OWN = ("metric/", "held_out_metric/")
 # A float knows them apart: rows of others are none of a run's.
@@ -148,7 +152,11 @@ def _add(history: History, row: dict[str, Any], number: int) -> None:
         history.events.append((number, sign.replace("_", " ")))
     if "event" not in row:
         history.num_steps = max(history.num_steps, number)
-    own = ((name, "", 1.0) for name in row if name.startswith(_OWN) and name.count("/") == 1)
+    loads = [value for name, value in row.items() if name.startswith(_LOAD) and isinstance(value, float)]
+    if loads:
+        row = {**row, "expert_load": max(loads)}
+    drawn = (*_OWN, _LOAD)
+    own = ((name, "", 1.0) for name in row if name.startswith(drawn) and name.count("/") == 1)
     for name, _, factor in (*PANELS, *own):
         value = row.get(name)
         # An integer of JSON may be larger than any float; NaN is not below.
@@ -231,7 +239,9 @@ def draw_histories(histories: Sequence[History]) -> str:
 
 
 def _panel(histories: Sequence[History], name: str, heading: str, top: int, last: int) -> list[str]:
+    every = [(history, line) for history in histories for line in history.series if line.startswith(f"{name}/")]
     values = [value for history in histories for _, value in history.series.get(name, [])]
+    values += [value for history, line in every for _, value in history.series[line]]
     low, high = min(values), max(values)
     if low == high:
         low, high = low - abs(low) / 2 - 1e-12, high + abs(high) / 2 + 1e-12
@@ -254,9 +264,13 @@ def _panel(histories: Sequence[History], name: str, heading: str, top: int, last
             mark = f"M{x(step):.1f},{bottom}v-8"
             title = f"<title>{escape(f'{history.name}, step {step}: {what}')}</title>"
             parts.append(f'<path d="{mark}" stroke="{_EVENT}" stroke-width="1.5">{title}</path>')
-        points = history.series.get(name, [])
-        thinned = points[:: max(1, len(points) // _MOST_POINTS)] + points[-1:]
-        path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in thinned)
-        colour = _COLOURS[number % len(_COLOURS)]
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.4"/>')
+        lines = [name, *(line for of, line in every if of is history)]
+        for line in lines:
+            points = history.series.get(line, [])
+            thinned = points[:: max(1, len(points) // _MOST_POINTS)] + points[-1:]
+            path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in thinned)
+            colour, width = _COLOURS[number % len(_COLOURS)], 1.4 if line == name else 0.4
+            shape = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"'
+            layer = escape(line.removeprefix(_LOAD))
+            parts.append(f"{shape}/>" if line == name else f"{shape}><title>layer {layer}</title></polyline>")
     return parts

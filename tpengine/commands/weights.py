@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from tpengine.architectures.config_json import written_rope
-from tpengine.architectures.registry import architecture_of
+from tpengine.architectures.registry import BUILT_IN, architecture_of
 from tpengine.checkpoint.index import (
     CheckpointError,
     FileEntry,
@@ -157,6 +157,11 @@ def export(run: Path, step: int | None, out: Path, dtype: str | None = None, own
     if dtype is not None and dtype not in FILE_NAMES:
         raise ValueError(f"--dtype must be one of {', '.join(FILE_NAMES)}: got {dtype!r}: use float32")
     config = saved_config(str(run), own)
+    if config.model.details.router_bias and config.model.architecture in BUILT_IN:
+        raise ValueError(
+            f"files of {config.model.architecture} have no bias of a router, without which tokens go to other experts: "
+            f"{run} was trained with one (--train.balance bias): train what is to be exported with --train.balance loss"
+        )
     directory, index = checkpoint_of(run, step)
     values = config_json(config, run)
     for name, entry in sorted(index.files.items()):

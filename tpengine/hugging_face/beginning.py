@@ -18,7 +18,7 @@ from tpengine.checkpoint.index import CheckpointError, Index
 from tpengine.checkpoint.storage import SavedBlock
 from tpengine.config import Config, ModelConfig
 from tpengine.hugging_face.directory import ModelDirectory, check_tensors, check_tied, open_directory
-from tpengine.hugging_face.names import ignorable, stored_of, tied_names, wanted, with_prefix
+from tpengine.hugging_face.names import begun_at_zero, ignorable, stored_of, tied_names, wanted, with_prefix
 from tpengine.hugging_face.read import BoxReader
 from tpengine.hugging_face.tokenizer_files import hand_on, keep_source
 from tpengine.layout.parameters import hf_name
@@ -68,7 +68,7 @@ def check_beginning(model: ModelConfig) -> FoundWeights:
     if (run := run_of(model.path)) is not None:
         return checkpoint_of(*run)
     directory = with_prefix(open_directory(model.path), model)
-    check_tensors(directory, wanted(model), ignorable(model))
+    check_tensors(directory, wanted(model, directory), ignorable(model))
     return directory
 
 
@@ -108,7 +108,13 @@ def fill_from_files(model: ModelConfig, directory: ModelDirectory, blocks: Itera
     with BoxReader(directory) as reader:
         if (tied := tied_names(model)) is not None:
             check_tied(directory, reader.source, *tied, (dist.get_rank(), dist.get_world_size()))
-        reader.fill_all([(places[name][1], block.offset, block.tensor) for name, block in found], num_threads)
+        begun = begun_at_zero(model, directory)
+        for name, block in found:
+            if name in begun:
+                block.tensor.zero_()
+        reader.fill_all(
+            [(places[name][1], block.offset, block.tensor) for name, block in found if name not in begun], num_threads
+        )
 
 
 def fill_model(model: Transformer, config: Config) -> None:

@@ -21,10 +21,18 @@ def stored_of(model: ModelConfig) -> dict[str, tuple[ParameterSpec, Stored]]:
     return {name: (spec, _stored(model, specs, spec)) for name, spec in specs.items()}
 
 
-def wanted(model: ModelConfig) -> Iterator[Stored]:
-    """Yield where each parameter lies, tensor by tensor: what a directory must hold."""
-    for _, stored in stored_of(model).values():
-        yield from stored.apart()
+def wanted(model: ModelConfig, directory: ModelDirectory | None = None) -> Iterator[Stored]:
+    """Yield where each parameter lies, tensor by tensor: what a directory must hold, but for what begins at zero."""
+    begun = frozenset() if directory is None else begun_at_zero(model, directory)
+    for name, (_, stored) in stored_of(model).items():
+        if name not in begun:
+            yield from stored.apart()
+
+
+def begun_at_zero(model: ModelConfig, directory: ModelDirectory) -> frozenset[str]:
+    """Return our names of routers' biases, where a directory has none: training adds them (--train.balance bias)."""
+    biases = {name: stored.name for name, (spec, stored) in stored_of(model).items() if not spec.has_gradient}
+    return frozenset() if any(name in directory.tensors for name in biases.values()) else frozenset(biases)
 
 
 def ignorable(model: ModelConfig) -> tuple[str, ...]:

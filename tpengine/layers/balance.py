@@ -5,19 +5,19 @@
     p[t, e]      softmax of the scores, or of sigmoid scores s:  s[t, e] / sum over e of s[t, e]
     P[e] = mean over t of p[t, e]
     loss = E * sum over e of f[e] P[e]                    of one layer and micro-batch; k where all is even
-    dlogits[t, e] = scale * E / T * p[t, e] (f[e] - sum over j of f[j] p[t, j])       times 1 - s[t, e] of sigmoid scores
+    dlogits[t, e] = scale * E / T * p[t, e] (f[e] - sum over j of f[j] p[t, j]),    of sigmoid scores times 1 - s[t, e]
 
 The loss of a step is rate times the mean over layers and over the micro-batches of all replicas; choices are constants
 to it, so f has no gradient. It follows from each micro-batch alone, hence from no layout. Hugging Face's
 `load_balancing_loss_func` takes f and P of all layers together before it multiplies: with one layer it is the same, of
 several it is smaller, as an expert of one layer makes up for another layer's. Tokens whose target is ignored count too.
 
-Whoever trains hands each layer of experts a LayerBalance (its attribute `balance`); without one a layer computes and
-keeps nothing here. A micro-batch has a place of its own in the tables: one that is computed again (recompute, another
-shard of exact mode on the same rank) is not counted twice.
+Whoever trains hands each router a LayerBalance (its attribute `balance`); without one it computes and keeps nothing
+here. A micro-batch has a place of its own in the tables: one that is computed again (recompute, another shard of exact
+mode on the same rank) is not counted twice.
 
-Source: Shazeer et al., arXiv 1701.06538, and Fedus et al., "Switch transformers", arXiv 2101.03961, section 2.2; sigmoid
-scores as DeepSeek-V3, arXiv 2412.19437, section 2.1.2, has them.
+Source: Shazeer et al., arXiv 1701.06538, and Fedus et al., "Switch transformers", arXiv 2101.03961, section 2.2; of
+sigmoid scores DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
 """
 
 from __future__ import annotations

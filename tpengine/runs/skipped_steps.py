@@ -11,10 +11,10 @@ null; it stays null if the run ends meanwhile. `samples` is a half-open range of
 a function of its number, so that a restarted run would meet the same fault again. It leaves the listed steps out
 without computing them, and so gets further each time. To have a step computed, remove its line.
 
-A probe checks the weights first, then for each micro-batch every
-layer's output in forward and every gradient in backward. Each rank holds different tensors and tells what it found
-first; the first of all is reported by all. If the fault does not occur again, though weights and data are the same, the
-machine is suspected, and the report says so.
+A probe checks the weights first, then for each micro-batch every layer's output and the scores of its router in
+forward, and every gradient in backward. Each rank holds different tensors and tells what it found first; the first of
+all is reported by all. If the fault does not occur again, though weights and data are the same, the machine is
+suspected, and the report says so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tpengine.training.spikes import StepResult
 from tpengine.training.train_step import TrainStep
 
 # Micro-batch, forward before backward, depth in that direction, name.
-_Event = tuple[int, int, int, str]
+_Event = tuple[int, int, float, str]
 _FORWARD, _BACKWARD = range(2)
 _BEFORE_ALL = -1
 FILE_NAME = "skipped.jsonl"
@@ -85,6 +85,7 @@ def find_first(train_step: TrainStep, step: int) -> FirstNonFinite:
     with probe:
         train_step.compute_again(step, probe)
     probe.see_losses()
+    probe.see_scores()
     # The first event over all ranks.
     events = [tuple(event) for event in all_gather_json(probe.first) if event is not None]
     if events:
@@ -143,6 +144,13 @@ class _Probe:
                 if not torch.isfinite(torch.tensor(loss)):
                     self._note(micro_batch, _FORWARD, self._state.part.config.model.num_layers + 3, "the loss")
 
+    def see_scores(self) -> None:
+        """Look at what the routers of all layers with experts have noted: scores come before their block's output."""
+        loads = self._step.loads
+        if loads is not None and (first := loads.first_without_number()) is not None:
+            micro_batch, layer = first
+            self._note(micro_batch, _FORWARD, layer + 0.5, f"the scores of model.layers.{layer}.mlp.gate")
+
     def _hook(self, module: nn.Module, depth: int, name: str) -> None:
         def see(_: nn.Module, __: Any, output: Tensor) -> None:
             if not _is_finite(output):
@@ -161,7 +169,7 @@ class _Probe:
                     saved = _parameter_of(name)
                     self._note(micro_batch, _BACKWARD, -self._depths[saved], f"the gradient of {hf_name(saved)}")
 
-    def _note(self, micro_batch: int, way: int, depth: int, name: str) -> None:
+    def _note(self, micro_batch: int, way: int, depth: float, name: str) -> None:
         event = micro_batch, way, depth, name
         self.first = event if self.first is None else min(self.first, event)
 

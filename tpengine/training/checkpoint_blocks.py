@@ -21,6 +21,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tpengine.architectures.experts import ROUTER_BIAS
 from tpengine.checkpoint.index import Index
 from tpengine.checkpoint.load import load
 from tpengine.checkpoint.resume import Checkpoint
@@ -115,9 +116,15 @@ def load_weights(state: TrainState, directory: Path, index: Index) -> None:
 
 
 def load_blocks(blocks: Iterable[tuple[str, SavedBlock]], directory: Path, index: Index) -> None:
-    """Fill blocks of weights, each by its name in checkpoints, as load_weights does; collective."""
+    """Fill blocks of weights, each by its name in checkpoints, as load_weights does; collective.
+
+    Routers' biases that the checkpoint's run had not begin at 0.
+    """
     wanted: dict[str, tuple[SavedBlock, ...]] = defaultdict(tuple)
     for name, block in blocks:
+        if name.endswith(ROUTER_BIAS) and name not in index.tensors:
+            block.tensor.zero_()
+            continue
         wanted[MASTER + name if MASTER + name in index.tensors else name] += (block,)
     # One call, since every call hashes every file.
     load(directory, index, {name: Blocks(parts) for name, parts in wanted.items()}, converts=True)

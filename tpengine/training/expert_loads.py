@@ -117,10 +117,10 @@ class ExpertLoads:
         Args:
             skip: float64 []: not zero if the step is skipped. The host does not wait to know it.
         """
-        rate = torch.where(skip != 0, 0.0, self._rate)
         for place, bias in self._biases.items():
             counts = self.counts[place]
-            bias += rate.to(bias.dtype) * (counts.sum() - counts * len(counts)).sign()
+            signs = (counts.sum() - counts * len(counts)).sign().masked_fill(skip != 0, 0)
+            bias.add_(signs.to(bias.dtype), alpha=self._rate)
 
     def figures(self) -> Tensor:
         """Return what `named` reads, float64 [1 + 2 layers]; equal on all ranks."""
@@ -129,11 +129,11 @@ class ExpertLoads:
 
     def named(self, figures: Sequence[float]) -> dict[str, float]:
         """Return the figures by their names in metrics.jsonl."""
-        layers = self.tables.layers
-        loss = {"balance_loss": figures[0]} if self.tables.has_loss else {}
-        loads = {f"expert_load/{layer}": load for layer, load in zip(layers, figures[1:], strict=False)}
-        tokens = {f"expert_tokens/{layer}": int(num) for layer, num in zip(layers, figures[1 + len(layers) :], strict=True)}
-        return {**loss, **loads, **tokens}
+        layers, (mean_loss, *of_layers) = self.tables.layers, figures
+        loads, tokens = of_layers[: len(layers)], of_layers[len(layers) :]
+        named = {"balance_loss": mean_loss} if self.tables.has_loss else {}
+        named |= {f"expert_load/{layer}": load for layer, load in zip(layers, loads, strict=True)}
+        return named | {f"expert_tokens/{layer}": int(number) for layer, number in zip(layers, tokens, strict=True)}
 
     def first_without_number(self) -> tuple[int, int] | None:
         """Return (micro-batch, layer) of the first scores of the step that are no numbers; None if all are."""

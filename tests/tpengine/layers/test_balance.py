@@ -63,11 +63,11 @@ def test_the_gradient_is_autograds_of_a_loop_each_token_counted_once(scoring: Sc
 
 
 def test_of_one_layer_the_loss_is_hugging_faces() -> None:
-    # Theirs has shares in float32: of 16 tokens they are exact.
-    tables, (logits, counts) = tables_of(), routed(16)
+    tables, (logits, counts) = tables_of(), routed()
     tables.of(1).note(logits, counts)
     theirs = load_balancing_loss_func((logits,), NUM_EXPERTS, TOP_K)
-    assert tables.losses[0, 2].item() == pytest.approx(float(theirs), rel=1e-12)
+    # Theirs is in float32.
+    assert tables.losses[0, 2].item() == pytest.approx(float(theirs), rel=1e-6)
 
 
 def test_of_even_choices_the_loss_is_the_number_of_choices() -> None:

@@ -88,6 +88,13 @@ def test_a_row_has_the_bubble_of_a_pipeline_and_a_leap_is_an_event() -> None:
     assert "loss" not in row and "grad_norm" not in row and "bubble" not in row
 
 
+def test_a_row_has_how_even_experts_were_used() -> None:
+    numbers = {"step": 3, "loss": 9.0, "grad_norm": 7.0, "lr": 1e-3, "step_seconds": 0.5, "peak_memory_bytes": 7}
+    loads = {"balance_loss": 2.5, "expert_load/1": 1.25, "expert_tokens/1": 40}
+    row = step_record(CONFIG, torch.device("cpu"), **numbers, loads=loads)  # type: ignore[arg-type]
+    assert row == step_record(CONFIG, torch.device("cpu"), **numbers) | loads  # type: ignore[arg-type]
+
+
 def test_a_writer_goes_back_and_keeps_rollbacks(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     for step in range(1, 5):
