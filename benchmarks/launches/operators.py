@@ -32,6 +32,8 @@ from tpkernels.ops.dropout_kernel import launch_dropout
 from tpkernels.ops.embedding import launch_embedding, launch_embedding_backward_
 from tpkernels.ops.experts.choose import ChoiceRule
 from tpkernels.ops.experts.choose_kernel import launch_choose, launch_choose_backward
+from tpkernels.ops.experts.grouped_kernel import launch_grouped_matmul, launch_grouped_wgrad, launch_zero_rows
+from tpkernels.ops.experts.grouped_swiglu_kernel import launch_grouped_swiglu
 from tpkernels.ops.experts.order import launch_sort
 from tpkernels.ops.experts.rows import launch_add_rows, launch_combine_rows_backward, launch_take_rows
 from tpkernels.ops.matmul.kernel import launch_matmul
@@ -296,6 +298,36 @@ def _routing(sizes: Sizes = EVERY) -> None:
             launch_combine_rows_backward(x, xs, places, weights)
 
 
+# D, F, experts and choices of Qwen3-30B-A3B (arXiv 2505.09388, table 2), undivided.
+_QWEN3_30B_A3B = (2048, 768, 128, 8)
+
+
+def _grouped(sizes: Sizes = EVERY) -> None:
+    """Launch what an expert's block does, forward and backward; then few rows, fixed tiles, and rows that lie anyhow."""
+    width, ffn, experts, choices = _QWEN3_30B_A3B
+    offsets = _empty(experts + 1, dtype=torch.int32)
+    for dtype in sizes.dtypes:
+        w, down = _empty(experts, ffn, width, dtype=dtype), _empty(experts, width, ffn, dtype=dtype)
+        for rows, fixed in ((SEQUENCES[0] * choices, False), (2 * experts, False), (SEQUENCES[0] * choices, True)):
+            x, y = _empty(rows, width, dtype=dtype), _empty(rows, 2 * ffn, dtype=dtype)
+            h = _empty(rows, ffn, dtype=dtype)
+            for keeps_y in (False, True):
+                launch_grouped_swiglu(x, w, w, offsets, keeps_y, fixed=fixed)
+            dgate, dup = y.chunk(2, dim=1)
+            launch_grouped_matmul(h, down, offsets, fixed=fixed)
+            launch_grouped_matmul(x, down, offsets, transposed=True, fixed=fixed)
+            launch_grouped_matmul(dgate, w, offsets, transposed=True, also=(dup, w), fixed=fixed)
+            for buffer_dtype in (torch.float32, dtype):
+                launch_grouped_wgrad(_empty(*w.shape, dtype=buffer_dtype), dgate, x, offsets, fixed=fixed)
+        # Rows that begin anywhere, which neither TMA nor vectors can read.
+        odd_x, odd_w = _empty(rows, width + 1, dtype=dtype)[:, :-1], _empty(experts, ffn + 1, width + 1, dtype=dtype)
+        launch_grouped_swiglu(odd_x, w, w, offsets, True)
+        launch_grouped_matmul(odd_x, w, offsets)
+        launch_grouped_matmul(_empty(rows, ffn + 1, dtype=dtype), odd_w, offsets, transposed=True)
+        launch_grouped_wgrad(w.float(), h, odd_x, offsets)
+        launch_zero_rows(h, offsets)
+
+
 def _arena(world: int) -> DeviceArena:
     """Return the arena of the first of `world` ranks, as far as launches need it; its data has addresses, no memory."""
     memory = VirtualMemory.allocate(world, CONTROL_BYTES, "cpu")[0]
@@ -352,6 +384,7 @@ LAUNCHES: Mapping[str, Callable[..., None]] = MappingProxyType(
         "attention": _attention,
         "cross_entropy": _cross_entropy,
         "dropout": _dropout,
+        "grouped": _grouped,
         "matmul": _matmul,
         "norm": _norm,
         "prepare_heads": _prepare_heads,

@@ -25,7 +25,10 @@ from torch import Tensor
 
 from tpkernels.autocast import lowered
 from tpkernels.derivatives import differentiable_once, refuse_tangents
+from tpkernels.ops.experts.grouped_choice import is_torchs, multiply_by_torch
 from tpkernels.ops.experts.grouped_host import accumulate_by_expert, multiply_by_expert
+from tpkernels.ops.experts.grouped_kernel import launch_grouped_matmul, launch_grouped_wgrad
+from tpkernels.ops.matmul.operator import has_kernel
 
 
 def grouped_matmul_reference(x: Tensor, w: Tensor, offsets: Tensor, *, transposed: bool = False) -> Tensor:
@@ -59,12 +62,19 @@ def grouped_matmul_forward(
         also: another x and w, of the same shapes, whose product is added before anything is rounded on a GPU:
             y_r = x_r w_e(r) + x'_r w'_e(r), as dx of gate and up is.
     """
+    if also is None and is_torchs(x, w, fixed):
+        return multiply_by_torch(x, w, offsets, transposed)
+    if has_kernel(x):
+        return launch_grouped_matmul(x, w, offsets, transposed=transposed, also=also, fixed=fixed)
     return multiply_by_expert([(x, w)] if also is None else [(x, w), also], offsets, transposed, fixed)
 
 
 def accumulate_grouped_wgrad(buffer: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, *, fixed: bool = False) -> None:
     """Run `grouped_wgrad_` without its checks and torch's dispatcher, for callers inside a Function of their own."""
-    accumulate_by_expert(buffer, dy, x, offsets, fixed)
+    if has_kernel(x):
+        launch_grouped_wgrad(buffer, dy, x, offsets, fixed=fixed)
+    else:
+        accumulate_by_expert(buffer, dy, x, offsets, fixed)
 
 
 @torch.library.custom_op("tpkernels::grouped_matmul", mutates_args=())

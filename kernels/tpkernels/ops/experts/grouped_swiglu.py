@@ -33,6 +33,8 @@ from tpkernels.ops.experts.grouped import (
     weight_gradient,
 )
 from tpkernels.ops.experts.grouped_host import swiglu_by_expert
+from tpkernels.ops.experts.grouped_swiglu_kernel import launch_grouped_swiglu
+from tpkernels.ops.matmul.operator import has_kernel
 
 
 def grouped_swiglu_reference(x: Tensor, w_gate: Tensor, w_up: Tensor, offsets: Tensor) -> Tensor:
@@ -49,6 +51,8 @@ def grouped_swiglu_forward(
     Args:
         keeps_y: whether backward will need y[R, 2F]; without, y has no elements.
     """
+    if has_kernel(x):
+        return launch_grouped_swiglu(x, w_gate, w_up, offsets, keeps_y, fixed=fixed)
     return swiglu_by_expert(x, w_gate, w_up, offsets, keeps_y, fixed)
 
 

@@ -67,7 +67,7 @@ def _multiply_pair(
 
 
 @jit
-def _finish_pair(
+def finish_pair(
     gate: tl.tensor,
     up: tl.tensor,
     p_h: tl.tensor,
@@ -85,8 +85,8 @@ def _finish_pair(
     if PARTS > 1:
         left_gate, right_gate = tl.split(tl.permute(tl.reshape(gate, (M, 2, N // 2)), (0, 2, 1)))
         left_up, right_up = tl.split(tl.permute(tl.reshape(up, (M, 2, N // 2)), (0, 2, 1)))
-        _finish_pair(left_gate, left_up, p_h, p_y, row, column, num_rows, num_columns, KIND, PARTS // 2)
-        _finish_pair(right_gate, right_up, p_h, p_y, row, column + N // 2, num_rows, num_columns, KIND, PARTS // 2)
+        finish_pair(left_gate, left_up, p_h, p_y, row, column, num_rows, num_columns, KIND, PARTS // 2)
+        finish_pair(right_gate, right_up, p_h, p_y, row, column + N // 2, num_rows, num_columns, KIND, PARTS // 2)
     else:
         o_m = (row + tl.arange(0, M)).to(tl.int64)
         o_n = column + tl.arange(0, N)
@@ -154,7 +154,7 @@ def matmul_swiglu_kernel(
             BLOCK_N,
             BLOCK_K,
         )
-        _finish_pair(gate, up, p_h, p_y, row, column, num_rows, num_columns, KIND, PARTS)
+        finish_pair(gate, up, p_h, p_y, row, column, num_rows, num_columns, KIND, PARTS)
 
 
 def launch_matmul_swiglu(

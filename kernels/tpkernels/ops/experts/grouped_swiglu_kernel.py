@@ -1,0 +1,198 @@
+"""The Triton kernel of grouped_swiglu.py: gate and up of an expert's rows, and their SwiGLU before anything is stored.
+
+    gate_r[F], up_r[F] = x_r w_gate_e(r).T, x_r w_up_e(r).T        y[R, 2F] = (gate, up) side by side, if asked for
+    h[R, F] = silu(gate) * up
+
+As matmul/swiglu_kernel.py, with tiles that end where an expert's rows end (grouped_kernel.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.launch import dot, jit, power_of_2, run, target_of, tl
+from tpkernels.ops.experts.grouped_kernel import (
+    config_by_expert,
+    grid_of,
+    group_of_tile,
+    rows_operand,
+    tiles_of_groups,
+    weights_operand,
+)
+from tpkernels.ops.matmul.configs import MatmulConfig
+from tpkernels.ops.matmul.kernel import num_parts
+from tpkernels.ops.matmul.swiglu_kernel import finish_pair
+from tpkernels.ops.matmul.tiles import place
+
+
+@jit
+def _multiply_pair(
+    gate: tl.tensor,
+    up: tl.tensor,
+    x: tl.tensor,
+    w_gate: tl.tensor,
+    w_up: tl.tensor,
+    expert: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    end_row: tl.tensor,
+    num_columns: tl.tensor,
+    depth: tl.tensor,
+    end_depth: tl.tensor,
+    stride_x: tl.tensor,
+    stride_w: tl.tensor,
+    TMA_X: tl.constexpr,
+    TMA_W: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> Any:
+    """Return (gate, up) plus their products over end_depth; columns from num_columns on hold arbitrary values."""
+    o_m = row + tl.arange(0, BLOCK_M)
+    o_n = column + tl.arange(0, BLOCK_N)
+    m_m, m_n = o_m < end_row, o_n < num_columns
+    first = expert * num_columns
+    for i_k in tl.range(0, end_depth, BLOCK_K):
+        o_k = i_k + tl.arange(0, BLOCK_K)
+        m_k = o_k < depth
+        # [BLOCK_M, BLOCK_K]
+        if TMA_X:
+            b_x = x.load([row, i_k])
+        else:
+            p_x = x + o_m.to(tl.int64)[:, None] * stride_x + o_k[None, :]
+            b_x = tl.load(p_x, mask=m_m[:, None] & m_k[None, :], other=0.0)
+        # [BLOCK_N, BLOCK_K] twice
+        if TMA_W:
+            b_gate = w_gate.load([first + column, i_k])
+            b_up = w_up.load([first + column, i_k])
+        else:
+            o_w = (first + o_n).to(tl.int64)[:, None] * stride_w + o_k[None, :]
+            m_w = m_n[:, None] & m_k[None, :]
+            b_gate = tl.load(w_gate + o_w, mask=m_w, other=0.0)
+            b_up = tl.load(w_up + o_w, mask=m_w, other=0.0)
+        gate = dot(b_x, tl.trans(b_gate), gate)
+        up = dot(b_x, tl.trans(b_up), up)
+    return gate, up
+
+
+@jit(do_not_specialize=["num_rows", "num_experts", "num_columns", "depth"])
+def grouped_swiglu_kernel(
+    p_h: tl.tensor,
+    p_y: tl.tensor,
+    x: tl.tensor,
+    w_gate: tl.tensor,
+    w_up: tl.tensor,
+    p_offsets: tl.tensor,
+    num_rows: tl.int32,
+    num_experts: tl.int32,
+    num_columns: tl.int32,
+    depth: tl.int32,
+    stride_x: tl.int64,
+    stride_w: tl.int64,
+    TMA_X: tl.constexpr,
+    TMA_W: tl.constexpr,
+    N_BY_16: tl.constexpr,
+    K_BY_16: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """Compute every num_programs-th tile of h per program; p_y may be None. Constants as grouped_matmul_kernel."""
+    if N_BY_16:
+        num_columns = num_columns // 16 * 16
+    if K_BY_16:
+        depth = depth // 16 * 16
+    b_start, b_end, b_tiles = tiles_of_groups(p_offsets, num_experts, num_rows, BLOCK_M, BLOCK_E)
+    num_m, num_n = tl.max(b_tiles, 0), tl.cdiv(num_columns, BLOCK_N)
+    for i_tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
+        i_m, i_n = place(i_tile, num_m, num_n, GROUP_M)
+        expert, row, end_row = group_of_tile(i_m, b_start, b_end, b_tiles, BLOCK_M, BLOCK_E)
+        column = i_n * BLOCK_N
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        gate, up = _multiply_pair(
+            gate,
+            up,
+            x,
+            w_gate,
+            w_up,
+            expert,
+            row,
+            column,
+            end_row,
+            num_columns,
+            depth,
+            tl.where(expert < num_experts, depth, 0),
+            stride_x,
+            stride_w,
+            TMA_X,
+            TMA_W,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
+        finish_pair(gate, up, p_h, p_y, row, column, end_row, num_columns, "silu", PARTS)
+
+
+def launch_grouped_swiglu(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    offsets: Tensor,
+    keeps_y: bool,
+    *,
+    fixed: bool = False,
+    config: MatmulConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launch h[R, F] = silu(x_r w_gate_e(r).T) * (x_r w_up_e(r).T); without checks.
+
+    Args:
+        x, w_gate, w_up: of one of KERNEL_DTYPES; copied if rows of x, or an expert's weight, have gaps.
+        keeps_y: whether y[R, 2F] is stored too.
+        fixed, config: as launch_matmul.
+
+    Returns: h and y; y has no elements if it is not stored.
+    """
+    (num_rows, k), (num_experts, n, _) = x.shape, w_gate.shape
+    h = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
+    y = torch.empty((num_rows, 2 * n) if keeps_y else 0, dtype=x.dtype, device=x.device)
+    target = target_of(x)
+    rows, gates, ups = rows_operand(x, target), weights_operand(w_gate, target), weights_operand(w_up, target)
+    config = config or config_by_expert(num_rows, n, k, x, num_experts, (rows, gates, ups), fixed, gated=True)
+    by_tma = gates.by_tma and ups.by_tma
+    gates, ups = gates._replace(by_tma=by_tma), ups._replace(by_tma=by_tma)
+    run(
+        grouped_swiglu_kernel,
+        grid_of(num_rows, num_experts, n, x, config),
+        h,
+        y if keeps_y else None,
+        rows.argument(config.block_m, config.block_k),
+        gates.argument(config.block_n, config.block_k),
+        ups.argument(config.block_n, config.block_k),
+        offsets,
+        num_rows,
+        num_experts,
+        n,
+        k,
+        rows.stride,
+        gates.stride,
+        TMA_X=rows.by_tma,
+        TMA_W=by_tma,
+        N_BY_16=n % 16 == 0,
+        K_BY_16=k % 16 == 0 and not (rows.by_tma and by_tma),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        BLOCK_E=power_of_2(num_experts + 1),
+        GROUP_M=config.group_m,
+        PARTS=num_parts(config),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return h, y
