@@ -75,6 +75,8 @@ class ExpertLoads:
             micro_batches=range(mesh.at.dp * num_own, (mesh.at.dp + 1) * num_own),
             num_micro_batches=mesh.shape.dp * num_own,
             has_loss=train.balance == "loss",
+            # Where ranks share experts each tp rank routes its own tokens, else all of its replica's.
+            parts=state.rank.comms.tp if config.parallel.ep > 1 and mesh.shape.tp > 1 else None,
             device=state.rank.device,
         )
         moved, biases = moved_of(config), {}
@@ -97,13 +99,17 @@ class ExpertLoads:
         self.tables.scale = self._rate * scale / self.losses.numel() if self.tables.has_loss else 0.0
 
     def sum_over_ranks(self) -> Tensor:
-        """Sum the tables of all ranks; collective over replicas and stages.
+        """Sum the tables of all ranks; collective over replicas and stages, and tp where its ranks route their own.
 
         Returns: float64 [], what the auxiliary loss adds to the loss of the step; 0 without.
         """
-        counts = self.tables.counts.sum(1, dtype=torch.int64)
+        counts, losses, parts = self.tables.counts.sum(1, dtype=torch.int64), self.tables.losses, self.tables.parts
+        if parts is not None:
+            parts.all_reduce_(counts)
+            # Without an auxiliary loss no rank knows yet of scores of others that are no numbers.
+            losses = losses if self.tables.has_loss else parts.all_reduce_(losses.clone())
         # Bits of losses: all ranks but one add zeros to them.
-        numbers = torch.cat([counts.view(-1), self.tables.losses.view(torch.int64).view(-1)])
+        numbers = torch.cat([counts.view(-1), losses.view(torch.int64).view(-1)])
         for ranks in self._sums_over:
             ranks.all_reduce_(numbers)
         self.counts = numbers[: counts.numel()].view_as(counts)

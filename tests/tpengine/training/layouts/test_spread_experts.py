@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from support.engine.parity import Outcome, compare, config_of, train
@@ -29,13 +29,22 @@ DETAILS = ModelDetails(
 )
 
 
-def of(dp: int = 1, tp: int = 1, pp: int = 1, ep: int = 1, frozen: str = "", **parallel: Any) -> Config:
+def of(
+    dp: int = 1,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    frozen: str = "",
+    balance: Literal["none", "loss", "bias"] = "none",
+    **parallel: Any,
+) -> Config:
     config = config_of(dp, tp, pp, tied=False, kv_heads=4, **parallel)
     return validate(
         replace(
             config,
             model=replace(config.model, architecture="qwen3_moe", details=DETAILS),
             parallel=replace(config.parallel, ep=ep),
+            train=replace(config.train, balance=balance, balance_rate=0.1),
             optim=replace(config.optim, groups=(ParameterGroup(frozen, frozen=True),) if frozen else ()),
         ),
         dp * tp * pp,
@@ -43,9 +52,9 @@ def of(dp: int = 1, tp: int = 1, pp: int = 1, ep: int = 1, frozen: str = "", **p
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: RankPool) -> Callable[[str], Outcome]:
-    """One process's outcome, by what is frozen."""
-    return functools.cache(lambda frozen: ranks.run(train, 1, of(frozen=frozen))[0])
+def alone(ranks: RankPool) -> Callable[..., Outcome]:
+    """One process's outcome, by what is frozen, or how experts are balanced."""
+    return functools.cache(lambda **settings: ranks.run(train, 1, of(**settings))[0])
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -58,21 +67,32 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "weight halves, experts of replicas": dict(dp=2, pp=2, ep=2, schedule="zb-h1", recompute="full"),
     "by collectives": dict(tp=2, dp=2, ep=4, tp_comm="plain"),
 }
-FAST = ("tp 2", "weight halves")
+FAST = ("weight halves",)
 
 
 @pytest.mark.parametrize(
     "layout", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
-def test_layouts_train_as_one_process(ranks: RankPool, alone: Callable[[str], Outcome], layout: str) -> None:
+def test_layouts_train_as_one_process(ranks: RankPool, alone: Callable[..., Outcome], layout: str) -> None:
     config = of(**LAYOUTS[layout])
     parallel = config.parallel
     assert parallel.dp and parallel.tp and parallel.pp
-    compare(ranks.run(train, parallel.dp * parallel.tp * parallel.pp, config), alone(""))
+    compare(ranks.run(train, parallel.dp * parallel.tp * parallel.pp, config), alone())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["*.mlp.gate.*", "*.mlp.experts.*"])
-def test_what_stays_as_it_is(ranks: RankPool, alone: Callable[[str], Outcome], frozen: str) -> None:
+def test_what_stays_as_it_is(ranks: RankPool, alone: Callable[..., Outcome], frozen: str) -> None:
     config = of(tp=2, dp=2, ep=4, frozen=frozen)
-    compare(ranks.run(train, 4, config), alone(frozen))
+    compare(ranks.run(train, 4, config), alone(frozen=frozen))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", ["loss", "bias"])
+@pytest.mark.parametrize("layout", ["tp 2", "two of four"])
+def test_ranks_that_route_their_own_tokens_balance_all(
+    ranks: RankPool, alone: Callable[..., Outcome], layout: str, balance: Literal["loss", "bias"]
+) -> None:
+    """The loss of a micro-batch is of the tokens of all tp ranks, and so are the counts that biases follow."""
+    config = of(**LAYOUTS[layout], balance=balance)
+    compare(ranks.run(train, 2 if layout == "tp 2" else 4, config), alone(balance=balance))
