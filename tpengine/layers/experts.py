@@ -178,7 +178,8 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dxs: Tensor) -> tuple[Tensor | None, ...]:
-        return take_backward(dxs.contiguous(), *ctx.saved_tensors, ctx.k), None, None, None
+        (places,) = ctx.saved_tensors
+        return take_backward(dxs.contiguous(), places, ctx.k), None, None, None
 
 
 class _Combined(torch.autograd.Function):
@@ -230,7 +231,7 @@ class _WithoutExchange(ShardCommunicator):
         return 1
 
 
-class Mixture(nn.Module):
+class RoutedNetworks(nn.Module):
     """What both forms of a mixture have: a router, experts, and a network that every token goes through, or none.
 
     Args:
@@ -282,7 +283,7 @@ class Mixture(nn.Module):
             self.shared_expert.release()
 
 
-class MixtureOfExperts(Mixture):
+class MixtureOfExperts(RoutedNetworks):
     """Send every token to k of E feed-forward networks, and add up what they make of it.
 
         experts, weights[T, k] = route(X), X = all_gather_tp(x[T/tp, D])
@@ -293,6 +294,7 @@ class MixtureOfExperts(Mixture):
         hidden_size, ffn_size, num_experts: D, F of one expert, and E, global; F divisible by tp.
         rule: how many experts a token gets, and how they are chosen.
         comm, sink, dtype, device: as ColumnParallelLinear.
+        has_bias: as Router.
         shared_size: width of the network that every token goes through; 0 for none.
         shared_gated: whether its output is multiplied by a score of the token.
         gathers_again: of the shared network, as ColumnParallelLinear.
@@ -318,6 +320,7 @@ class MixtureOfExperts(Mixture):
         rule: ChoiceRule,
         comm: Communicator,
         *,
+        has_bias: bool = False,
         shared_size: int = 0,
         shared_gated: bool = False,
         sink: GradientSink | None = None,

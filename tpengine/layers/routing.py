@@ -227,7 +227,8 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("a score of tokens")
-        return *_score_gradients(ctx, dy, *ctx.saved_tensors, ctx.layer), None
+        x, weight = ctx.saved_tensors
+        return *_score_gradients(ctx, dy, x, weight, ctx.layer), None
 
 
 def _score_gradients(ctx: Any, dy: Tensor, x: Tensor, weight: Tensor, layer: TokenWeight) -> tuple[Tensor | None, ...]:

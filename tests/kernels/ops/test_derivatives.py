@@ -24,9 +24,9 @@ from tpkernels.ops.cross_entropy.operator import cross_entropy, cross_entropy_pa
 from tpkernels.ops.dropout import DropoutStream, dropout
 from tpkernels.ops.embedding import embedding
 from tpkernels.ops.experts.choose import choose
-from tpkernels.ops.experts.rows import combine_rows, take_rows
 from tpkernels.ops.experts.grouped import grouped_matmul
 from tpkernels.ops.experts.grouped_swiglu import grouped_swiglu
+from tpkernels.ops.experts.rows import combine_rows, take_rows
 from tpkernels.ops.matmul import matmul_swiglu
 from tpkernels.ops.matmul.operator import matmul
 from tpkernels.ops.norm.operator import add_layer_norm, add_rms_norm, layer_norm, rms_norm
