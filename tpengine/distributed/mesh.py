@@ -319,6 +319,9 @@ class Communicators:
             parts.append(f"tp's matmuls by kernels through {size} of symmetric memory per rank")
         if others:
             parts.append(f"{', '.join(others)} by {dist.get_backend()}")
+        if self.ep is not None:
+            way = f"all to all by {dist.get_backend()}" if self.ep.arena is None else "through shared memory"
+            parts.append(f"rows of experts {way}, whose numbers the host waits for once a layer")
         return "; ".join(parts) or "none, one process"
 
     def arena_bytes(self, mailbox: Mailbox | None) -> int:

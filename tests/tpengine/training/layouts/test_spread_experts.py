@@ -12,11 +12,14 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
+import torch.distributed as dist
 from support.engine.parity import Outcome, compare, config_of, train
 from support.ranks.rank_pool import RankPool
+from tpkernels.exchange.communicator import Communicator
 
 from tpengine.config import Config, ParameterGroup, validate
 from tpengine.config.settings import ModelDetails
+from tpengine.distributed.mesh import Communicators
 
 DETAILS = ModelDetails(
     num_experts=8,
@@ -96,3 +99,17 @@ def test_ranks_that_route_their_own_tokens_balance_all(
     """The loss of a micro-batch is of the tokens of all tp ranks, and so are the counts that biases follow."""
     config = of(**LAYOUTS[layout], balance=balance)
     compare(ranks.run(train, 2 if layout == "tp 2" else 4, config), alone(balance=balance))
+
+
+def ways_said() -> list[str]:
+    alone, found = Communicator(None), []
+    for arena_bytes in (0, 1 << 14):
+        ep = Communicator(dist.group.WORLD, arena_bytes=arena_bytes)
+        found.append(Communicators(alone, alone, alone, None, alone, alone, alone, ep, alone).describe(None))
+    return found
+
+
+def test_a_run_says_how_rows_travel(ranks: RankPool) -> None:
+    for by_messages, through_memory in ranks.run(ways_said, 2):
+        assert by_messages == "rows of experts all to all by gloo, whose numbers the host waits for once a layer"
+        assert "rows of experts through shared memory" in through_memory
