@@ -78,7 +78,9 @@ def main(options: Options) -> int:
     try:
         import transformers  # noqa: F401  # the rival
     except ImportError as error:
-        raise ValueError("benchmark moe needs transformers, which is not installed: pip install transformers") from error
+        raise ValueError(
+            "benchmark moe needs transformers, which is not installed: pip install transformers"
+        ) from error
     rows: list[dict[str, Any]] = run_ranks(1, "benchmarks.kernels.host_experts:measure", options)
     console = Console(width=max(Console().width, 100))
     for rival in (_EAGER, _GROUPED):

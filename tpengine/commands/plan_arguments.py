@@ -126,7 +126,9 @@ def load_asked(args: argparse.Namespace, base: Config) -> float:
     asked: float | None = args.moe_load
     if not base.model.details.num_experts:
         if asked is not None:
-            raise ValueError(f"--moe-load is of a model with experts: got {asked:g}, and this one has none: leave it out")
+            raise ValueError(
+                f"--moe-load is of a model with experts: got {asked:g}, and this one has none: leave it out"
+            )
         return 1.0
     if asked is not None:
         return asked
@@ -346,7 +348,10 @@ def add_fixed_arguments(parser: argparse.ArgumentParser) -> None:
     for axis in ("tp", "pp", "dp"):
         fixed.add_argument(f"--{axis}", type=_numbers(1, MOST_RANKS), metavar="N", help=f"size of the axis {axis}")
     fixed.add_argument(
-        "--ep", type=_numbers(1, MOST_RANKS), metavar="N", help="ranks of a stage that share experts; 1 cuts each over tp"
+        "--ep",
+        type=_numbers(1, MOST_RANKS),
+        metavar="N",
+        help="ranks of a stage that share experts; 1 cuts each over tp",
     )
     fixed.add_argument("--zero", type=_numbers(0, 3), metavar="0..3", help="what replicas shard")
     fixed.add_argument(

@@ -188,7 +188,9 @@ def exchange_in_title(config: Config, plan: Plan, load: float) -> str:
     if config.parallel.ep == 1:
         return ""
     sent, share = exchanged(config, plan, load), min(load, config.parallel.ep)
-    return f"; the slowest rank sends experts' rows of {gigabytes(sent.forward)} in F, and has {share:.2f} times the mean"
+    return (
+        f"; the slowest rank sends experts' rows of {gigabytes(sent.forward)} in F, and has {share:.2f} times the mean"
+    )
 
 
 def counted(count: int, what: str) -> str:

@@ -109,7 +109,7 @@ class Bounds:
         self._state: dict[tuple[Any, ...], float] = {}
         self._bytes: dict[tuple[Any, ...], tuple[ChunkBytes, ...]] = {}
         self._walked: dict[Key, dict[object, ChunkBytes]] = {}
-        self._numel: dict[tuple[Any, ...], int] = {}
+        self._numel: dict[tuple[Any, ...], tuple[int, int]] = {}
         self._chunks: dict[tuple[Any, ...], Mapping[Kind, ActionSeconds]] = {}
         self._sums: dict[Key, KnownSums] = {}
         self._played: dict[tuple[Any, ...], Played] = {}
@@ -272,8 +272,8 @@ class Bounds:
                 of_experts += num * (spec.ep > 0)
                 numel += num * (spec.ep == 0)
             self._numel[key] = numel, of_experts
-        numel, of_experts = self._numel[key]
-        return (numel, layout.dp), (of_experts, _replicas_of_experts(layout))
+        dense, shared_out = self._numel[key]
+        return (dense, layout.dp), (shared_out, _replicas_of_experts(layout))
 
     def _shares(self, layout: Candidate) -> tuple[tuple[int, int], ...]:
         """Return a rank's even share of the weights, and how many replicas hold it: of experts on more ranks than tp.
@@ -321,7 +321,9 @@ class Bounds:
         hop, exposed = self._hop_seconds(layout), [0.0] * len(layers)
         if layout.zero == ZERO_OF_SLICED_WEIGHTS and layout.residency == "use" and layout.schedule in _GATHERS_EACH:
             # Weights that the action before has freed are gathered between the two.
-            exposed = [self._gather(layout, (last - first) * self._of_layer(layout) / layout.tp) for first, last in layers]
+            exposed = [
+                self._gather(layout, (last - first) * self._of_layer(layout) / layout.tp) for first, last in layers
+            ]
         of = layout.schedule, layout.pp, layout.chunks_per_rank, layout.num_micro_batches, key, hop, tuple(exposed)
         if of not in self._played:
             durations, gaps = [0.0] * (8 * len(layers)), [0.0] * (8 * len(layers))
@@ -359,9 +361,7 @@ class Bounds:
         base, (tp, micro_batch_size, recompute, gathered, tp_comm, ep) = self.question.base, key
         again: dict[str, Any] = {"recompute": recompute, "gathered": gathered, "tp_comm": tp_comm}
         # No stage of ZeRO: what a run that goes on was started with says nothing of the layouts.
-        parallel = replace(
-            base.parallel, tp=tp, pp=1, dp=max(1, ep // tp), ep=ep, zero=0, residency="auto", **again
-        )
+        parallel = replace(base.parallel, tp=tp, pp=1, dp=max(1, ep // tp), ep=ep, zero=0, residency="auto", **again)
         return replace(base, parallel=parallel, train=replace(base.train, micro_batch_size=micro_batch_size))
 
     def _pipeline(self, layout: Candidate) -> _Pipeline:

@@ -188,7 +188,17 @@ class Candidate:
         """Return the layout as options of a run: its sizes, and what differs from what such a run has without them."""
         parallel, kept = self.config(question).parallel, question.kept
         said = {name: getattr(parallel, name) for name in ("tp", "pp", "dp")}
-        names = ["ep", "schedule", "zero", "residency", "recompute", "gathered", "tp_comm", "bucket_bytes", "memory_limit"]
+        names = [
+            "ep",
+            "schedule",
+            "zero",
+            "residency",
+            "recompute",
+            "gathered",
+            "tp_comm",
+            "bucket_bytes",
+            "memory_limit",
+        ]
         if self.dp == 1 and not self.zero and "zero" not in question.fixed:
             # As it is kept: of one replica that is 0 in effect, and with more of them it is needed again.
             names = [name for name in names if name not in ("zero", "residency")]
@@ -275,7 +285,11 @@ def counted(
     for (schedule, chunks), ep in itertools.product(_schedules(question, pp), shares_of_experts(question, tp, dp)):
 
         def of(
-            zero: tuple[int, str], recompute: str, gathered: str, cut: tuple[str, int] = (schedule, chunks), ep: int = ep
+            zero: tuple[int, str],
+            recompute: str,
+            gathered: str,
+            cut: tuple[str, int] = (schedule, chunks),
+            ep: int = ep,
         ) -> Any:
             return Candidate(tp, pp, dp, *cut, size, number, *zero, recompute, gathered, comms[0], ep=ep)
 

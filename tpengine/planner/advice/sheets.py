@@ -203,8 +203,8 @@ def exchange_lines(config: Config, plan: Plan, load: float) -> Iterator[str]:
         yield f"{line}, if all get as many rows; --moe-load says how it is if not"
     else:
         yield (
-            f"{line} in the mean, the slowest {gigabytes(most.forward)} and {gigabytes(most.backward)}: its experts get "
-            f"{share:.2f} times the mean, {share / ep:.0%} of all rows"
+            f"{line} in the mean, the slowest {gigabytes(most.forward)} and {gigabytes(most.backward)}: its experts "
+            f"get {share:.2f} times the mean, {share / ep:.0%} of all rows"
         )
 
 

@@ -435,7 +435,5 @@ class ChunkWalks:
         s, layers = self.s, range(*self.chunk.layers)
         specs = [spec for layer in layers for spec in layer_specs(s.model, s.tp, layer, s.ep) if spec.is_matrix]
         # Stacked matrices get theirs one by one.
-        sizes = [
-            math.prod(spec.block(spec.ep or s.tp, 0)[1][-2:]) for spec in specs if spec.name not in self.frozen
-        ]
+        sizes = [math.prod(spec.block(spec.ep or s.tp, 0)[1][-2:]) for spec in specs if spec.name not in self.frozen]
         return s.weight_gradient(max([*sizes, self.is_last * s.hidden * s.vocab], default=0))

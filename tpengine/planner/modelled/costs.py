@@ -223,9 +223,7 @@ class StepCosts:
             ),
             weights={b.index: float(sizes[b.index] * self.item) for b in shared if b.weights is Weights.SLICED},
             contributions={
-                b.index: float(sizes[b.index] * self.reduced_item)
-                for b in shared
-                if b.reduced is Reduced.MICROBATCH
+                b.index: float(sizes[b.index] * self.reduced_item) for b in shared if b.reduced is Reduced.MICROBATCH
             },
         )
 

@@ -41,7 +41,9 @@ def test_every_share_is_searched_and_bounds_hold_of_each() -> None:
             seen.add((layout.tp, layout.dp, layout.ep, layout.zero))
             assert bounds.seconds(layout) <= bounds.played_seconds(layout) * (1 + 1e-9), layout
             assert bounds.played_seconds(layout) <= sheet.seconds * (1 + 1e-6), layout
-            assert bounds.num_bytes(layout) <= sheet.peak_bytes and bounds.held_bytes(layout) <= sheet.peak_bytes, layout
+            assert bounds.num_bytes(layout) <= sheet.peak_bytes and bounds.held_bytes(layout) <= sheet.peak_bytes, (
+                layout
+            )
         assert {(tp, dp, ep) for tp, dp, ep, _ in seen} == {
             *((1, 4, ep) for ep in (1, 2, 4)), *((2, 2, ep) for ep in (1, 2, 4)), *((4, 1, ep) for ep in (1, 4)),
         }  # fmt: skip
@@ -54,7 +56,9 @@ def test_experts_that_no_other_rank_holds_are_not_exchanged_nor_cut() -> None:
     costs = model_costs(config, layout, plan, H100)
     alone = {index for index, bucket in layout.buckets.items() if layout.num_replicas(bucket.layout) == 1}
     assert alone and len(alone) < len(layout.buckets)
-    assert not alone & costs.gathers.keys() and not alone & costs.weights.keys() and not alone & costs.contributions.keys()
+    assert (
+        not alone & costs.gathers.keys() and not alone & costs.weights.keys() and not alone & costs.contributions.keys()
+    )
     assert all(costs.reductions.get(index, 0.0) == 0 for index in alone)
 
 
@@ -86,7 +90,9 @@ def test_the_recorded_load_is_the_mean_of_layers_and_the_median_of_steps(tmp_pat
 
 def test_the_commands_say_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     asked = ["--model", "tiny_moe", "--machine", "h100:4"]
-    main(["plan", *asked, "--ranks", "4", "--tp", "2", "--dp", "2", "--ep", "4", "--moe-load", "1.5", "--explain-memory"])
+    main(
+        ["plan", *asked, "--ranks", "4", "--tp", "2", "--dp", "2", "--ep", "4", "--moe-load", "1.5", "--explain-memory"]
+    )
     out = capsys.readouterr().out
     assert "tp 2 pp 1 dp 2 ep 4" in out and "--parallel.ep 4" in out
     assert "4 ranks share the 8 experts" in out and "1.50 times the mean, 38% of all rows" in out
@@ -100,7 +106,10 @@ def test_the_commands_say_it(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["plan", "--model", "tiny", "--machine", "h100:1", "--moe-load", "2"], "--moe-load is of a model with experts"),
+        (
+            ["plan", "--model", "tiny", "--machine", "h100:1", "--moe-load", "2"],
+            "--moe-load is of a model with experts",
+        ),
         (["plan", "--model", "tiny_moe", "--machine", "h100:1", "--moe-load", "0.5"], "a number of at least 1"),
         (["plan", "--model", "tiny_moe", "--machine", "h100:4", "--ep", "3"], "use ep 2 or 4"),
     ],
