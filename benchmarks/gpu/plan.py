@@ -43,6 +43,7 @@ def cases_for(out: Path, models: Sequence[Path] = ()) -> list[Case]:
         *_attention(out),
         *_fused(),
         *_operators(),
+        *_experts(),
         *_prices(),
         *_planner(),
     ]
@@ -223,6 +224,23 @@ def _operators() -> list[Case]:
     return [
         _operators_case(f"operators/{name}", "g", worth, seconds, ops=ops, models=["llama3_8b"], seqs=[4096], rounds=10)
         for name, (ops, worth, seconds) in groups.items()
+    ]
+
+
+def _experts() -> list[Case]:
+    """Experts as in Qwen3-30B-A3B, in 200 s: right first, then their products beside torch's and Liger's."""
+
+    def tests(name: str, worth: float, seconds: float, chosen: str, *paths: str) -> Case:
+        arguments = {"paths": paths, "chosen": chosen}
+        return Case(f"tests/{name}", "c", worth, seconds, f"{CASES}.tests:run", arguments, TESTS)
+
+    products = ["grouped_matmul", "grouped_matmul_dgrad", "grouped_wgrad", "grouped_swiglu"]
+    sizes: dict[str, Any] = {"ops": ["experts"], "models": ["qwen3_30b_a3b"], "seqs": [32768], "rounds": 10}
+    rivals = ["torch", "liger"]
+    return [
+        tests("experts", 500, 80, "[gpu", f"{OPS}/experts"),
+        _operators_case("experts/products", "g", 400, 60, cases=products, rivals=rivals, **sizes),
+        _operators_case("experts/whole", "g", 350, 60, cases=["experts"], rivals=rivals, **sizes),
     ]
 
 

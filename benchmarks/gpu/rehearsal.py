@@ -98,6 +98,7 @@ def small_cases(work: Path) -> list[Case]:
             "kernels",
             True,
             operators=("kernels.operators:measure", {"ops": ["rope"], **sizes}),
+            experts=("kernels.operators:measure", {"ops": ["experts"], "cases": ["grouped_matmul"], **sizes}),
             batches=("kernels.operators:measure", {"ops": ["attention"], "cases": ["attention"], "batch": 2, **sizes}),
             tiles=("kernels.tiles:tune", tiles),
             configs=("kernels.attention_configs:measure", {"seq": 20, "batch": 2, **tiny}),

@@ -19,7 +19,7 @@ from support.architectures.transformers_models import built, config_json, in_fil
 from torch import Tensor
 
 from tpengine.architectures.experts import Experts
-from tpengine.architectures.part import Sizes
+from tpengine.architectures.part import Exchange, Sizes
 from tpengine.architectures.registry import architecture_of, check_architecture, layer_halves, model_of
 from tpengine.cli import main
 from tpengine.commands import weights
@@ -183,16 +183,27 @@ def test_shared_experts_are_a_network_of_every_token() -> None:
 
 def test_what_grows_with_the_load_is_what_experts_compute() -> None:
     part, config = Experts.of(tiny_moe().model), validate(replace(tiny_moe(), parallel=ParallelConfig(2, 1, 1)), 2)
-    even, hottest = (Sizes.of(config, 2, load=load) for load in (1.0, 1.5))
-    assert [product.rows for product in part.products(hottest)] == [1.5 * even.tokens * 2] * 2
+    even = Sizes.of(config, 2)
     work = [product.work(even) for product in part.products(even)]
     assert [of.flops for of in work] == [2 * 2 * even.tokens * 192 * 128, 2 * even.tokens * 2 * 128 * 96]
     # Each expert's matrix is read once.
     assert work[1].memory_bytes == 4 * (2 * even.tokens * (128 + 96) + 8 * 128 * 96)
-    kept = {of.name: of.num_bytes for of in part.kept(even)}
-    grown = {of.name: of.num_bytes for of in part.kept(hottest)}
+    # Where each expert is cut over tp all ranks multiply the same rows, whatever the load.
+    assert part.products(replace(even, load=1.5)) == part.products(even)
+    # Two ranks that share experts get as many rows in the mean, each of its own tokens; no rank more than all of them.
+    shared = replace(even, ep=2)
+    for load, times in ((1.0, 1.0), (1.5, 1.5), (9.0, 2.0)):
+        hottest = replace(shared, load=load)
+        products = part.products(hottest)
+        assert [product.rows for product in products] == [times * even.own_tokens * 2] * 2
+        assert [(of.columns, of.inner, of.num_weights) for of in products] == [(2 * 192, 128, 4), (128, 192, 4)]
+        # There and back; a rank sends half of the rows in the mean.
+        sent = [of.work(2).link_bytes for of in part.forward(hottest) if isinstance(of, Exchange)]
+        assert sent == [times * even.own_tokens * 2 * 128 * 4 // 2] * 2
+    kept = {of.name: of.num_bytes for of in part.kept(shared)}
+    grown = {of.name: of.num_bytes for of in part.kept(replace(shared, load=1.5))}
     assert grown["experts' gate, up, product"] == 1.5 * kept["experts' gate, up, product"]
-    assert grown["its gathered rows"] == kept["its gathered rows"]
+    assert grown["its gathered rows"] == kept["its gathered rows"] == even.x
 
 
 def test_numbers_of_experts_come_back_from_toml_and_a_dense_model_has_none(tmp_path: Path) -> None:

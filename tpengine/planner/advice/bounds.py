@@ -272,8 +272,8 @@ class Bounds:
                 of_experts += num * (spec.ep > 0)
                 numel += num * (spec.ep == 0)
             self._numel[key] = numel, of_experts
-        numel, of_experts = self._numel[key]
-        return (numel, layout.dp), (of_experts, _replicas_of_experts(layout))
+        dense, shared_out = self._numel[key]
+        return (dense, layout.dp), (shared_out, _replicas_of_experts(layout))
 
     def _shares(self, layout: Candidate) -> tuple[tuple[int, int], ...]:
         """Return a rank's even share of the weights, and how many replicas hold it: of experts on more ranks than tp.

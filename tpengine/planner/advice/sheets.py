@@ -24,7 +24,7 @@ from tpengine.plan import Kind, Plan, Recompute, Residency, Timeline
 from tpengine.plan.actions import BUCKET, COMPUTE
 from tpengine.planner import StepFigures, simulate
 from tpengine.planner.machine import Machine
-from tpengine.planner.modelled.activations import BlockBytes
+from tpengine.planner.modelled.activations import BlockBytes, activation_bytes
 from tpengine.planner.modelled.caches import FORMS
 from tpengine.planner.modelled.costs import action_seconds, model_costs
 from tpengine.planner.modelled.exchanged import exchanged
@@ -203,8 +203,8 @@ def exchange_lines(config: Config, plan: Plan, load: float) -> Iterator[str]:
         yield f"{line}, if all get as many rows; --moe-load says how it is if not"
     else:
         yield (
-            f"{line} in the mean, the slowest {gigabytes(most.forward)} and {gigabytes(most.backward)}: its experts get "
-            f"{share:.2f} times the mean, {share / ep:.0%} of all rows"
+            f"{line} in the mean, the slowest {gigabytes(most.forward)} and {gigabytes(most.backward)}: its experts "
+            f"get {share:.2f} times the mean, {share / ep:.0%} of all rows"
         )
 
 
@@ -212,7 +212,11 @@ def memory_lines(sheet: Sheet) -> Iterator[str]:
     """Yield the state of each stage, what a block keeps of a micro-batch, and the peak with its action."""
     config, layout = sheet.config, sheet.layout
     narrow, wide = dtype_bytes(config.train.dtype), gradient_bytes(config.train.dtype)
-    shares = [f" / dp {layout.dp}" if layout.zero >= stage else "" for stage in (3, 2, 1)]
+    share = f" / dp {layout.dp}"
+    if layout.ep > layout.tp:
+        # Experts on more ranks than tp have fewer replicas, and none cuts what it alone holds.
+        share += f", experts' / {layout.dp * layout.tp // layout.ep}"
+    shares = [share if layout.zero >= stage else "" for stage in (3, 2, 1)]
     for rank, memory in enumerate(sheet.memory):
         num, state = num_weights(config, layout, rank), state_bytes(config, layout, rank)
         trained = num_trained(config, layout, rank)
@@ -261,7 +265,26 @@ def _block_lines(sheet: Sheet) -> Iterator[str]:
         if recompute is Recompute.NONE or not half.part.is_computed_again:
             yield from _half_lines(block, place)
     yield _line("together", "", block.saved(recompute))
+    if config.model.details.num_experts:
+        yield from _working_lines(sheet, block, keeps_parts)
     yield _LEGEND
+
+
+def _working_lines(sheet: Sheet, block: BlockBytes, keeps_parts: bool) -> Iterator[str]:
+    """Yield what a block of experts makes again in backward, and what the actions of a chunk work with besides.
+
+    Rows of experts are the most of both, and grow with the load.
+    """
+    if not keeps_parts:
+        yield "made again in B, of one block at a time:"
+        for place in range(len(block.halves)):
+            yield from _half_lines(block, place)
+    load = f", at a load of {sheet.load:g}" if sheet.load > 1 else ""
+    yield f"held only while an action of chunk 0 runs{load}:"
+    working = activation_bytes(sheet.config, sheet.layout.tp, sheet.plan, sheet.load)[0].working
+    for kind in COMPUTE:
+        if working.get(kind):
+            yield _line(f"in {kind}", "beside what is kept", working[kind])
 
 
 def _shows_input(block: BlockBytes, place: int, recompute: Recompute) -> bool:
