@@ -62,7 +62,7 @@ class ExpertLoads:
     @classmethod
     def of(cls, state: TrainState) -> ExpertLoads | None:
         """Hand tables to the routers of a state's model; None if it has no experts."""
-        config, mesh, model = state.part.config, state.rank.mesh, state.model
+        config, mesh, model, comms = state.part.config, state.rank.mesh, state.model, state.rank.comms
         train, layers = config.train, layers_of_experts(config.model)
         if not layers:
             return None
@@ -75,6 +75,7 @@ class ExpertLoads:
             micro_batches=range(mesh.at.dp * num_own, (mesh.at.dp + 1) * num_own),
             num_micro_batches=mesh.shape.dp * num_own,
             has_loss=train.balance == "loss",
+            parts=None if comms.ep is None or comms.tp.size == 1 else comms.tp,
             device=state.rank.device,
         )
         moved, biases = moved_of(config), {}
@@ -85,7 +86,7 @@ class ExpertLoads:
         for name, weight in model.held.items():
             if model.pieces[name].spec.name in moved:
                 biases[layers.index(int(name.split(".")[1]))] = weight
-        return cls(tables, (state.rank.comms.dp, state.rank.comms.pp), biases, train.balance_rate)
+        return cls(tables, (comms.dp, comms.pp), biases, train.balance_rate)
 
     def begin(self, scale: float) -> None:
         """Forget the step before.
@@ -102,6 +103,8 @@ class ExpertLoads:
         Returns: float64 [], what the auxiliary loss adds to the loss of the step; 0 without.
         """
         counts = self.tables.counts.sum(1, dtype=torch.int64)
+        if self.tables.parts is not None:
+            self.tables.parts.all_reduce_(counts)
         # Bits of losses: all ranks but one add zeros to them.
         numbers = torch.cat([counts.view(-1), self.tables.losses.view(torch.int64).view(-1)])
         for ranks in self._sums_over:
