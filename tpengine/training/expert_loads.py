@@ -62,7 +62,7 @@ class ExpertLoads:
     @classmethod
     def of(cls, state: TrainState) -> ExpertLoads | None:
         """Hand tables to the routers of a state's model; None if it has no experts."""
-        config, mesh, model = state.part.config, state.rank.mesh, state.model
+        config, mesh, model, comms = state.part.config, state.rank.mesh, state.model, state.rank.comms
         train, layers = config.train, layers_of_experts(config.model)
         if not layers:
             return None
@@ -76,7 +76,7 @@ class ExpertLoads:
             num_micro_batches=mesh.shape.dp * num_own,
             has_loss=train.balance == "loss",
             # Where ranks share experts each tp rank routes its own tokens, else all of its replica's.
-            parts=state.rank.comms.tp if config.parallel.ep > 1 and mesh.shape.tp > 1 else None,
+            parts=None if comms.ep is None or comms.tp.size == 1 else comms.tp,
             device=state.rank.device,
         )
         moved, biases = moved_of(config), {}
@@ -87,7 +87,7 @@ class ExpertLoads:
         for name, weight in model.held.items():
             if model.pieces[name].spec.name in moved:
                 biases[layers.index(int(name.split(".")[1]))] = weight
-        return cls(tables, (state.rank.comms.dp, state.rank.comms.pp), biases, train.balance_rate)
+        return cls(tables, (comms.dp, comms.pp), biases, train.balance_rate)
 
     def begin(self, scale: float) -> None:
         """Forget the step before.

@@ -54,11 +54,13 @@ def experts_config(
 ) -> Config:
     """A small model with experts in three of four layers; layout is dp, tp, pp."""
     train: dict[str, Any] = {name: settings.pop(name) for name in ("reduction", "dtype") if name in settings}
+    ep = settings.pop("ep", 1)
     config = config_of(*layout, tied=False, kv_heads=4, **{"num_layers": 4, **settings})
     details = replace(details, has_experts=details.has_experts[: config.model.num_layers])
     model = replace(config.model, architecture="qwen3_moe", details=details)
     train |= {"balance": balance, "balance_rate": rate, "steps": STEPS}
-    config = replace(config, model=model, train=replace(config.train, **train))
+    parallel = replace(config.parallel, ep=ep)
+    config = replace(config, model=model, parallel=parallel, train=replace(config.train, **train))
     return validate(config, layout[0] * layout[1] * layout[2])
 
 
@@ -135,7 +137,12 @@ def apart(found: list[Any], want: tuple[float, float, dict[str, Tensor]]) -> flo
 
 LAYOUTS = [(1, 2, 1), (2, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
 SETTINGS: list[dict[str, Any]] = [{}, {"recompute": "block"}, {"recompute": "full"}, {"schedule": "zbv"}]
-DEFAULT_GRADIENTS = [((1, 2, 1), SIGMOID, {}), ((2, 1, 2), DETAILS, {"schedule": "zb-h1", "recompute": "block"})]
+DEFAULT_GRADIENTS = [
+    ((1, 2, 1), SIGMOID, {}),
+    ((2, 1, 2), DETAILS, {"schedule": "zb-h1", "recompute": "block"}),
+    ((1, 2, 1), SIGMOID, {"ep": 2}),
+]
+SLOW_GRADIENTS = [((2, 2, 1), DETAILS, {"ep": 4}), ((2, 1, 2), DETAILS, {"ep": 2}), ((2, 2, 1), SIGMOID, {"ep": 2})]
 
 
 def gradient_cases() -> list[Any]:
@@ -146,6 +153,7 @@ def gradient_cases() -> list[Any]:
         for settings in SETTINGS
         if layout[2] > 1 or "schedule" not in settings
     ]
+    every += SLOW_GRADIENTS
     slow = [pytest.param(*case, marks=pytest.mark.slow) for case in every if case not in DEFAULT_GRADIENTS]
     return [*(pytest.param(*case) for case in DEFAULT_GRADIENTS), *slow]
 
@@ -222,6 +230,9 @@ def assert_biases(found: list[tuple[Outcome, Any]], want: dict[int, Tensor]) -> 
 TRAINED = [
     ((2, 1, 2), "bias", {"zero": 3, "num_layers": 2}),
     ((2, 1, 2), "bias", {"zero": 3, "schedule": "zbv"}),
+    ((1, 2, 1), "bias", {"ep": 2, "num_layers": 2}),
+    ((2, 2, 1), "loss", {"ep": 4, "recompute": "block"}),
+    ((2, 1, 1), "bias", {"ep": 2}),
     *(
         (layout, balance, settings)
         for layout in LAYOUTS
