@@ -197,7 +197,7 @@ def test_every_layout(rung: Rung) -> None:
 
 def check_all_errors(device: str, dtype: torch.dtype, whole: bool) -> None:
     """At most twice as wrong as torch's loop, in every gradient."""
-    for routing, rows in (("zipf", 63), ("every second", 5), ("uniform", 0)) if whole else (("zipf", 63),):
+    for routing, rows in (("zipf", 63), ("every second", 31), ("uniform", 0)) if whole else (("zipf", 63),):
         offsets = offsets_of(routing, rows, 5, device)
 
         def draw(seed: int, *names: str, rows: int = rows, offsets: Tensor = offsets) -> dict[str, Tensor]:
