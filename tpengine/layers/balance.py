@@ -127,9 +127,9 @@ class LayerBalance:
             return None
         num_experts, num_parts = len(counts), 1 if tables.parts is None else tables.parts.size
         # [2, E]: f and P, each divided by all tokens.
-        means = torch.stack(
-            (counts.double(), shares_of_scores(logits, tables.scoring).sum(0, dtype=torch.float64))
-        ) / (len(logits) * num_parts)
+        means = torch.stack((counts.double(), shares_of_scores(logits, tables.scoring).sum(0, dtype=torch.float64))) / (
+            len(logits) * num_parts
+        )
         if tables.parts is not None:
             means = tables.parts.all_reduce_(means)
         tables.losses[self._place, at.microbatch] = num_experts * means.prod(0).sum()

@@ -293,6 +293,7 @@ class MixtureOfExperts(Mixture):
         hidden_size, ffn_size, num_experts: D, F of one expert, and E, global; F divisible by tp.
         rule: how many experts a token gets, and how they are chosen.
         comm, sink, dtype, device: as ColumnParallelLinear.
+        has_bias: as Router.
         shared_size: width of the network that every token goes through; 0 for none.
         shared_gated: whether its output is multiplied by a score of the token.
         gathers_again: of the shared network, as ColumnParallelLinear.
@@ -318,6 +319,7 @@ class MixtureOfExperts(Mixture):
         rule: ChoiceRule,
         comm: Communicator,
         *,
+        has_bias: bool = False,
         shared_size: int = 0,
         shared_gated: bool = False,
         sink: GradientSink | None = None,

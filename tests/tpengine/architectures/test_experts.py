@@ -181,18 +181,23 @@ def test_shared_experts_are_a_network_of_every_token() -> None:
     assert part.behind() == {"shared_expert.up_proj.weight": "shared_expert.gate_proj.weight"}
 
 
-def test_what_grows_with_the_load_is_what_experts_compute() -> None:
-    part, config = Experts.of(tiny_moe().model), validate(replace(tiny_moe(), parallel=ParallelConfig(2, 1, 1)), 2)
-    even, hottest = (Sizes.of(config, 2, load=load) for load in (1.0, 1.5))
-    assert [product.rows for product in part.products(hottest)] == [1.5 * even.tokens * 2] * 2
+def test_what_grows_with_the_load_is_what_shared_out_experts_compute() -> None:
+    """Cut over tp all ranks multiply the same rows; shared out, the hottest rank gets more, at most all."""
+    part, base = Experts.of(tiny_moe().model), tiny_moe()
+    cut = validate(replace(base, parallel=ParallelConfig(2, 1, 1)), 2)
+    even, hottest = (Sizes.of(cut, 2, load=load) for load in (1.0, 1.5))
+    assert [product.rows for product in part.products(hottest)] == [even.tokens * 2] * 2
     work = [product.work(even) for product in part.products(even)]
     assert [of.flops for of in work] == [2 * 2 * even.tokens * 192 * 128, 2 * even.tokens * 2 * 128 * 96]
     # Each expert's matrix is read once.
     assert work[1].memory_bytes == 4 * (2 * even.tokens * (128 + 96) + 8 * 128 * 96)
+    shared_out = replace(cut, parallel=replace(cut.parallel, ep=2))
+    even, hottest, beyond = (Sizes.of(shared_out, 2, load=load) for load in (1.0, 1.5, 3.0))
+    assert [part.rows(of) for of in (even, hottest, beyond)] == [even.tokens, 1.5 * even.tokens, 2 * even.tokens]
     kept = {of.name: of.num_bytes for of in part.kept(even)}
     grown = {of.name: of.num_bytes for of in part.kept(hottest)}
     assert grown["experts' gate, up, product"] == 1.5 * kept["experts' gate, up, product"]
-    assert grown["its gathered rows"] == kept["its gathered rows"]
+    assert grown["its gathered rows"] == kept["its gathered rows"] == even.own_tokens * 128 * 4
 
 
 def test_numbers_of_experts_come_back_from_toml_and_a_dense_model_has_none(tmp_path: Path) -> None:
