@@ -179,8 +179,8 @@ class Experts(Part):
     def backward_operators(self, s: Sizes) -> tuple[Operator, ...]:
         """Return the gradients of the sums, of the activation, of the rows, and of the router's product: two."""
         middle = activation_backward_work(self.rows(s), self.width(s), s.item, gated=True)
-        operators = [self._moved(s), Kernel("activation_backward", middle), *self._routed(s), self._router(s)]
-        operators += self.exchanges(s)
+        operators: list[Operator] = [self._moved(s), Kernel("activation_backward", middle), *self._routed(s)]
+        operators += [self._router(s), *self.exchanges(s)]
         if self.shared_size:
             work = activation_backward_work(s.tokens, self.shared_size // s.tp, s.item, gated=True)
             operators.append(Kernel("activation_backward", work))
