@@ -119,7 +119,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx = None if w is None else grouped_matmul_op(dy, w, offsets, not ctx.transposed, ctx.fixed)
     dw = None
     if x is not None:
-        dw = weight_gradient(*((x, dy) if ctx.transposed else (dy, x)), offsets, ctx.fixed)
+        left, right = (x, dy) if ctx.transposed else (dy, x)
+        dw = weight_gradient(left, right, offsets, ctx.fixed)
     return dx, dw, None, None, None
 
 
