@@ -131,6 +131,7 @@ IMPORT_LATE = {
     "tpengine/distributed/local_ranks.py",
     "benchmarks/kernels/side.py",
     "benchmarks/kernels/cases/attention.py",
+    "benchmarks/kernels/cases/experts.py",
     "benchmarks/kernels/cases/matmul.py",
     "benchmarks/kernels/cases/operators.py",
 }
