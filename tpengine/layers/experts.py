@@ -45,7 +45,7 @@ class ExpertWeight(nn.Module):
         num_experts, out_features, in_features: E and the global sizes of an expert's matrix.
         dim: the dim of w that is cut: 1 for an output-parallel product, 2 for an input-parallel one, 0 where each rank
             has whole experts.
-        comm, sink, dtype, device: as ColumnParallelLinear.
+        comm, dtype, device: as ColumnParallelLinear.
 
     Raises:
         ValueError: the dim is not divisible by the number of shards.
@@ -181,7 +181,7 @@ class _Rows(torch.autograd.Function):
         return take_backward(dxs.contiguous(), *ctx.saved_tensors, ctx.k), None, None, None
 
 
-class _Combined(torch.autograd.Function):
+class _WeightedSum(torch.autograd.Function):
     """Local shapes: Ys[R, D], weights[T, k], Y[T, D], all partial(tp) but weights.
 
     forward:  Y[t] = sum over j of weights[t, j] Ys[place of (t, j)], in the order of j
@@ -212,7 +212,7 @@ def combined(ys: Tensor, routed: Routed) -> Tensor:
     """Return Y[T, D], the weighted sum of each token's k rows of Ys[R, D], in the order of its choice."""
     if not is_recorded():
         return combine_forward(ys, routed.places, routed.weights)
-    y: Tensor = _Combined.apply(ys, routed.weights, routed.order, routed.places)
+    y: Tensor = _WeightedSum.apply(ys, routed.weights, routed.order, routed.places)
     return y
 
 
