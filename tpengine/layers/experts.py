@@ -81,7 +81,8 @@ class ExpertNetworks(nn.Module):
 
     Args:
         hidden_size, ffn_size, num_experts: D, F of one expert, and E, global; F divisible by tp.
-        comm, sink, dtype, device: as ColumnParallelLinear.
+        comm, sink: as ColumnParallelLinear.
+        options: dtype and device of the weights, as torch.
         spread: whether each rank of `comm` has E / N whole experts, instead of 1/N of each one's F.
 
     Shape: Xs [R, D] sorted by expert, offsets [E + 1]; Ys [R, D].
@@ -230,7 +231,7 @@ class _WithoutExchange(ShardCommunicator):
         return 1
 
 
-class Mixture(nn.Module):
+class ExpertMixture(nn.Module):
     """What both forms of a mixture have: a router, experts, and a network that every token goes through, or none.
 
     Args:
@@ -282,7 +283,7 @@ class Mixture(nn.Module):
             self.shared_expert.release()
 
 
-class MixtureOfExperts(Mixture):
+class MixtureOfExperts(ExpertMixture):
     """Send every token to k of E feed-forward networks, and add up what they make of it.
 
         experts, weights[T, k] = route(X), X = all_gather_tp(x[T/tp, D])
