@@ -45,7 +45,7 @@ class ExpertWeight(nn.Module):
         num_experts, out_features, in_features: E and the global sizes of an expert's matrix.
         dim: the dim of w that is cut: 1 for an output-parallel product, 2 for an input-parallel one, 0 where each rank
             has whole experts.
-        comm, sink, dtype, device: as ColumnParallelLinear.
+        comm, dtype, device: as ColumnParallelLinear.
 
     Raises:
         ValueError: the dim is not divisible by the number of shards.
@@ -230,7 +230,7 @@ class _WithoutExchange(ShardCommunicator):
         return 1
 
 
-class Mixture(nn.Module):
+class ExpertsLayer(nn.Module):
     """What both forms of a mixture have: a router, experts, and a network that every token goes through, or none.
 
     Args:
@@ -282,7 +282,7 @@ class Mixture(nn.Module):
             self.shared_expert.release()
 
 
-class MixtureOfExperts(Mixture):
+class MixtureOfExperts(ExpertsLayer):
     """Send every token to k of E feed-forward networks, and add up what they make of it.
 
         experts, weights[T, k] = route(X), X = all_gather_tp(x[T/tp, D])

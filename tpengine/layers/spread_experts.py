@@ -32,7 +32,7 @@ from tpkernels.ops.experts.choose import ChoiceRule
 from tpkernels.ops.experts.rows import combine_forward, take_backward
 
 from tpengine.layers.collectives import WholeRows
-from tpengine.layers.experts import ExpertNetworks, Mixture
+from tpengine.layers.experts import ExpertNetworks, ExpertsLayer
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.routing import Routed, Router
 
@@ -52,7 +52,7 @@ class _Dispatched(torch.autograd.Function):
         return take_backward(returned, ctx.routes.places, ctx.routes.num_choices), None, None
 
 
-class _Combined(torch.autograd.Function):
+class _CombinedByOwner(torch.autograd.Function):
     """Local shapes: Ys[R', D], weights[t, k], y[t, D].
 
     forward:  y[t] = sum over j of weights[t, j] (row of Ys of (t, j))
@@ -75,7 +75,7 @@ class _Combined(torch.autograd.Function):
         return *combine_gradients(dy.contiguous(), returned, routes, ctx.comm, of_weights=of_weights), None, None
 
 
-class SpreadExperts(Mixture):
+class SpreadExperts(ExpertsLayer):
     """Send every token to k of E feed-forward networks, of which each of N ranks has E / N whole ones.
 
         experts, weights[t, k] = route(x[t, D]), t = T/tp
@@ -151,7 +151,7 @@ class SpreadExperts(Mixture):
             ys = self.experts(rows_to_experts(x, routes, comm), routes.offsets)
             return combine_forward(rows_to_tokens(ys, routes, comm), routes.places, routes.weights)
         ys = self.experts(_Dispatched.apply(x, routes, comm), routes.offsets)
-        y: Tensor = _Combined.apply(ys, routed.weights, routes, comm)
+        y: Tensor = _CombinedByOwner.apply(ys, routed.weights, routes, comm)
         return y
 
 
