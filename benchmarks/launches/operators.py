@@ -303,7 +303,7 @@ _QWEN3_30B_A3B = (2048, 768, 128, 8)
 
 
 def _grouped(sizes: Sizes = EVERY) -> None:
-    """Launch what an expert's block does, forward and backward; then few rows, fixed tiles, and rows that lie anyhow."""
+    """Launch what an expert does, forward and backward; then few rows, fixed tiles, and rows that lie anyhow."""
     width, ffn, experts, choices = _QWEN3_30B_A3B
     offsets = _empty(experts + 1, dtype=torch.int32)
     for dtype in sizes.dtypes:

@@ -26,8 +26,8 @@ class Experts(Part):
         y[t] = sum over j of weights[t, j] down_e(silu(gate_e x[t]) * up_e x[t]),  e = experts[t, j], in falling order
                + shared(x[t]), times sigmoid(x[t] w_shared.T) if `shared_gated`
 
-    Each expert's F is cut over tp, or ranks share out whole experts (parallel.ep). The router is whole on every rank: all
-    choose alike, and each has the part of the router's gradient that its columns of F make.
+    Each expert's F is cut over tp, or ranks share out whole experts (parallel.ep). The router is whole on every rank:
+    all choose alike, and each has the part of the router's gradient that its columns of F make.
 
     Attributes:
         num_experts: E.

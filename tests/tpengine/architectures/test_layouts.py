@@ -74,7 +74,6 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-
 @functools.cache
 def config(
     architecture: str, layout: tuple[int, int, int], schedule: str, zero: int = 0, reduction: str = "fast"
@@ -144,9 +143,7 @@ SKEWED: list[tuple[tuple[int, int, int], str, dict[str, Any]]] = [
 def test_skewed_routing_and_an_empty_expert_give_the_bits_of_one_process(
     ranks: RankPool, layout: tuple[int, int, int], schedule: str, settings: dict[str, Any]
 ) -> None:
-    laid_out, alone = (
-        config("mixtral", *of, reduction="exact") for of in ((layout, schedule), ((1, 1, 1), "1f1b"))
-    )
+    laid_out, alone = (config("mixtral", *of, reduction="exact") for of in ((layout, schedule), ((1, 1, 1), "1f1b")))
     laid_out = replace(laid_out, parallel=replace(laid_out.parallel, **settings))
     num = layout[0] * layout[1] * layout[2]
     got, want = ranks.run(skewed_exactly, num, validate(laid_out, num)), ranks.run(skewed_exactly, 1, alone)

@@ -52,7 +52,7 @@ def without_cache(theirs: Any, model: Path, prompts: list[list[int]], drawing: D
 
 
 @pytest.mark.by_default("llama", "gpt2")
-@pytest.mark.parametrize("architecture", (*CONFIGS, *EXPERTS))
+@pytest.mark.parametrize("architecture", [*CONFIGS, *EXPERTS])
 def test_greedy_tokens_are_transformers(ranks: RankPool, tmp_path: Path, architecture: str) -> None:
     theirs, options = saved(architecture, tmp_path), GenerateOptions(str(tmp_path))
     (got,) = ranks.run(generated, 1, options, PROMPTS, GREEDY, 512)

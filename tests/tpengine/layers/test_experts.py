@@ -103,7 +103,11 @@ def expected(rule: ChoiceRule) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     y = by_loops(x, weights, rule)
     y.backward(tensor(20, T, D))
     assert x.grad is not None
-    return y.detach(), x.grad, {name: w.grad if w.grad is not None else torch.zeros_like(w) for name, w in weights.items()}
+    return (
+        y.detach(),
+        x.grad,
+        {name: w.grad if w.grad is not None else torch.zeros_like(w) for name, w in weights.items()},
+    )
 
 
 def rows(x: Tensor, comm: Communicator) -> Tensor:

@@ -106,7 +106,7 @@ def choose(problem: Problem, whose: Whose = "auto") -> Choice:
 
 
 def chosen_backend(problem: Problem, whose: Whose = "auto") -> str | None:
-    """Return the backend of `choose`; where it is computed again (tpkernels.again) that of the first time. Raises: as choose."""
+    """Return the backend of `choose`; in what is computed again that of the first time. Raises: as choose."""
     if torch.compiler.is_compiling():
         return _backend(whose, torch.are_deterministic_algorithms_enabled(), *problem)
     return once(lambda: choose(problem, whose).backend)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from tpkernels.again import same_choices
 from tpkernels.launch import Target
 from tpkernels.ops.attention import choice
-from tpkernels.again import same_choices
 from tpkernels.ops.attention.choice import Gpu, Problem, choose, chosen_backend
 from tpkernels.ops.matmul import tuned
 from tpkernels.ops.matmul.host import has_onednn
