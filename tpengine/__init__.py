@@ -148,6 +148,7 @@ __all__ = [
     "LearnedPositions",
     "MixtureOfExperts",
     "MicroBatch",
+    "MixtureOfExperts",
     "ModelConfig",
     "Norm",
     "Objective",
