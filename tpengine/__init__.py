@@ -146,6 +146,7 @@ __all__ = [
     "LastOutput",
     "LayerNorm",
     "LearnedPositions",
+    "MixtureOfExperts",
     "MicroBatch",
     "MixtureOfExperts",
     "ModelConfig",

@@ -81,7 +81,8 @@ class ExpertNetworks(nn.Module):
 
     Args:
         hidden_size, ffn_size, num_experts: D, F of one expert, and E, global; F divisible by tp.
-        comm, sink, dtype, device: as ColumnParallelLinear.
+        comm, sink: as ColumnParallelLinear.
+        options: dtype and device of the weights, as torch.
         spread: whether each rank of `comm` has E / N whole experts, instead of 1/N of each one's F.
 
     Shape: Xs [R, D] sorted by expert, offsets [E + 1]; Ys [R, D].
@@ -181,7 +182,7 @@ class _Rows(torch.autograd.Function):
         return take_backward(dxs.contiguous(), *ctx.saved_tensors, ctx.k), None, None, None
 
 
-class _Combined(torch.autograd.Function):
+class _WeightedSum(torch.autograd.Function):
     """Local shapes: Ys[R, D], weights[T, k], Y[T, D], all partial(tp) but weights.
 
     forward:  Y[t] = sum over j of weights[t, j] Ys[place of (t, j)], in the order of j
@@ -212,7 +213,7 @@ def combined(ys: Tensor, routed: Routed) -> Tensor:
     """Return Y[T, D], the weighted sum of each token's k rows of Ys[R, D], in the order of its choice."""
     if not is_recorded():
         return combine_forward(ys, routed.places, routed.weights)
-    y: Tensor = _Combined.apply(ys, routed.weights, routed.order, routed.places)
+    y: Tensor = _WeightedSum.apply(ys, routed.weights, routed.order, routed.places)
     return y
 
 
@@ -230,7 +231,7 @@ class _WithoutExchange(ShardCommunicator):
         return 1
 
 
-class ExpertsLayer(nn.Module):
+class ExpertMixture(nn.Module):
     """What both forms of a mixture have: a router, experts, and a network that every token goes through, or none.
 
     Args:
@@ -282,7 +283,7 @@ class ExpertsLayer(nn.Module):
             self.shared_expert.release()
 
 
-class MixtureOfExperts(ExpertsLayer):
+class MixtureOfExperts(ExpertMixture):
     """Send every token to k of E feed-forward networks, and add up what they make of it.
 
         experts, weights[T, k] = route(X), X = all_gather_tp(x[T/tp, D])

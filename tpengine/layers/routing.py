@@ -119,7 +119,8 @@ class Router(TokenWeight):
     Args:
         hidden_size, num_experts: D and E.
         rule: how they are chosen, and how many.
-        comm, sink, dtype, device: as TokenWeight.
+        comm: as TokenWeight.
+        options: sink, dtype and device, as TokenWeight.
         own_tokens: whether X is this rank's tokens alone, and not those of all tp ranks: then dweights is whole.
         has_bias: whether choices follow scores to which a bias of each expert is added, which begins as 0, in
             promote_types(dtype, float32). Weights do not, so that it has no gradient: counts of tokens move it.

@@ -32,7 +32,7 @@ from tpkernels.ops.experts.choose import ChoiceRule
 from tpkernels.ops.experts.rows import combine_forward, take_backward
 
 from tpengine.layers.collectives import WholeRows
-from tpengine.layers.experts import ExpertNetworks, ExpertsLayer
+from tpengine.layers.experts import ExpertMixture, ExpertNetworks
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.routing import Routed, Router
 
@@ -75,7 +75,7 @@ class _CombinedByOwner(torch.autograd.Function):
         return *combine_gradients(dy.contiguous(), returned, routes, ctx.comm, of_weights=of_weights), None, None
 
 
-class SpreadExperts(ExpertsLayer):
+class SpreadExperts(ExpertMixture):
     """Send every token to k of E feed-forward networks, of which each of N ranks has E / N whole ones.
 
         experts, weights[t, k] = route(x[t, D]), t = T/tp
