@@ -146,7 +146,6 @@ __all__ = [
     "LastOutput",
     "LayerNorm",
     "LearnedPositions",
-    "MixtureOfExperts",
     "MicroBatch",
     "MixtureOfExperts",
     "ModelConfig",
