@@ -20,7 +20,7 @@ from tpkernels.ops.experts.choose import ChoiceRule
 
 from tpengine.layers import MixtureOfExperts, SpreadExperts, placements_of, spread_experts
 from tpengine.layers.collectives import WholeRows
-from tpengine.layers.experts import ExpertsLayer
+from tpengine.layers.experts import ExpertMixture
 from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
 
 # Of a replica.
@@ -39,7 +39,7 @@ def tokens(replica: int) -> Tensor:
     return x
 
 
-def fill(layer: ExpertsLayer) -> None:
+def fill(layer: ExpertMixture) -> None:
     """Write this rank's parts of weights that depend on their names alone."""
     held = placements_of(layer)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def fill(layer: ExpertsLayer) -> None:
             weight.copy_(part_of(whole_weight(name, number, held[weight].dim, layer, weight), weight, layer))
 
 
-def whole_weight(name: str, number: int, dim: int | None, layer: ExpertsLayer, weight: Tensor) -> Tensor:
+def whole_weight(name: str, number: int, dim: int | None, layer: ExpertMixture, weight: Tensor) -> Tensor:
     shape = list(weight.shape)
     if dim is not None:
         shape[dim] *= placements_of(layer)[weight].num_ranks
@@ -57,7 +57,7 @@ def whole_weight(name: str, number: int, dim: int | None, layer: ExpertsLayer, w
     return whole
 
 
-def part_of(whole: Tensor, weight: Tensor, layer: ExpertsLayer) -> Tensor:
+def part_of(whole: Tensor, weight: Tensor, layer: ExpertMixture) -> Tensor:
     held = placements_of(layer)[weight]
     return whole if held.dim is None else whole.chunk(held.over.size, held.dim)[held.over.rank]
 
@@ -76,7 +76,7 @@ def one_process(num_replicas: int, frozen: str = "") -> tuple[Tensor, Tensor, di
     return y.detach(), x.grad, {name: weight.grad for name, weight in layer.named_parameters()}
 
 
-def freeze(layer: ExpertsLayer, frozen: str) -> None:
+def freeze(layer: ExpertMixture, frozen: str) -> None:
     for name, weight in layer.named_parameters():
         if frozen and name.startswith(frozen):
             weight.requires_grad_(False)
@@ -95,7 +95,7 @@ def assert_close(name: str, got: Tensor | None, want: Tensor | None) -> None:
     assert (got - want).abs().max() <= 1e-12 * max(float(want.abs().max()), 1.0), name
 
 
-def assert_gradients(layer: ExpertsLayer, want: dict[str, Tensor | None], num_replicas: int) -> None:
+def assert_gradients(layer: ExpertMixture, want: dict[str, Tensor | None], num_replicas: int) -> None:
     """Experts' gradients are whole; the others' are sums over the replicas still to be taken."""
     for name, weight in layer.named_parameters():
         if not weight.requires_grad:
