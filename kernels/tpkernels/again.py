@@ -33,11 +33,6 @@ def once(decide: Callable[[], Decided]) -> Decided:
     return decided
 
 
-def is_again() -> bool:
-    """Return whether this is a computation that is computed again."""
-    return bool(_of_this_thread("again"))
-
-
 def same_choices() -> tuple[_Recording, _Repeating]:
     """Return contexts for a computation, and for its being computed again (torch.utils.checkpoint's context_fn)."""
     kept: list[Any] = []

@@ -268,7 +268,22 @@ class ExpertMixture(nn.Module):
         """Return what every token gets, y[T, D], partial(tp) if `inside` sums nothing."""
         assert self.shared_expert is not None
         y: Tensor = self.shared_expert(x)
-        return y if self.shared_expert_gate is None else (self.shared_expert_gate(x).sigmoid() * y).to(y.dtype)
+        if self.shared_expert_gate is None:
+            return y
+        # Apart in memory, so that torch computes each by itself: a token's bits do not depend on how many there are.
+        scores = self.shared_expert_gate(x).repeat(1, 2)[:, :1]
+        return (scores.sigmoid() * y).to(y.dtype)
+
+    def check(self, x: Tensor) -> None:
+        """Raise ValueError, on all ranks of an arena, unless x[T/tp, D] fits."""
+        dtype, hidden = self.experts.down_proj.weight.dtype, self.gate.weight.shape[1]
+        is_lowered = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        if x.dim() != 2 or x.shape[1] != hidden or (x.dtype != dtype and not is_lowered):
+            self.comm.refuse(
+                x,
+                f"experts take x[T, {hidden}] of {dtype}: got {list(x.shape)} of {x.dtype}: flatten all dims but the "
+                "last, and convert it",
+            )
 
     def prepare(self, num_tokens: int) -> None:
         """Prepare the shared network's weights: see ColumnParallelLinear.prepare. Experts' are read as they lie.
@@ -345,6 +360,7 @@ class MixtureOfExperts(ExpertMixture):
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
         (x,) = lowered(x)
+        self.check(x)
         # One gather for all.
         x = self._gathered(x)
         # Each token to its experts, and back.

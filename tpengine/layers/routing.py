@@ -175,7 +175,9 @@ class Router(TokenWeight):
 
     def noted(self, logits: Tensor, counts: Tensor) -> Tensor | None:
         """Note a choice where somebody asks for it; return what the auxiliary loss needs in backward, if anything."""
-        return None if self.balance is None else self.balance.note(logits, counts)
+        balance = self.balance
+        # In what is computed again it is as noted the first time: nothing is exchanged twice.
+        return None if balance is None else once(lambda: balance.note(logits, counts))
 
     def add_balance_(self, dlogits: Tensor, logits: Tensor, fractions: Tensor) -> None:
         """Add the gradient of the auxiliary loss to dlogits[T, E]: of this rank's tokens, so that it counts once."""

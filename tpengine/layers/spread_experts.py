@@ -135,6 +135,7 @@ class SpreadExperts(ExpertMixture):
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
         (x,) = lowered(x)
+        self.check(x)
         if isinstance(self.comm, WholeRows):
             # Every rank has all rows: each sends its share, and all get what comes back.
             own = shard_rows(len(x), self.comm.size, self.comm.rank)

@@ -10,7 +10,7 @@ Two things of a first step may wait for the whole GPU, or for another rank, wher
                    rank has yet to launch, neither ends.
 
 So `connect` exchanges one number with every peer, in one group call. And `preload` runs the rank's list of actions
-once, without its transfers: zeros stand for what would be received. This launches every kernel that the step launches
+once, without its transfers: small numbers stand for what would be received. This launches every kernel that the step launches
 while receives are posted, with the same shapes, gathers and reductions, whatever the schedule, ZeRO or exact mode do.
 The caller discards the gradients.
 
@@ -84,16 +84,16 @@ def preload(
             continue
         number, microbatch = action.piece
         chunk, own = plan.chunks[number], stages[number]
-        # Zeros for what another rank would have sent; what this rank would send is dropped.
+        # Something for what another rank would have sent; what this rank would send is dropped.
         if forward:
             if chunk.input is not None and number - 1 not in stages:
-                own.receive_input(microbatch, _zeros(chunk.input, device))
+                own.receive_input(microbatch, _drawn(chunk.input, device))
             handlers[action.kind](action)
             if chunk.output is not None and number + 1 not in stages:
                 own.take_output(microbatch)
         else:
             if chunk.output is not None and number + 1 not in stages:
-                own.receive_output_grad(microbatch, _zeros(chunk.output, device))
+                own.receive_output_grad(microbatch, _drawn(chunk.output, device))
             handlers[action.kind](action)
             if plan.gives_gradient(number) and number - 1 not in stages:
                 own.take_input_grad(microbatch)
@@ -112,5 +112,7 @@ def without_transfers(actions: Sequence[Action]) -> tuple[Action, ...]:
     return tuple(kept)
 
 
-def _zeros(spec: TensorSpec, device: torch.device) -> Tensor:
-    return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+def _drawn(spec: TensorSpec, device: torch.device) -> Tensor:
+    """Of zeros all scores of a router are equal: one rank's experts would get every row, and others launch nothing."""
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(spec.shape, dtype=getattr(torch, spec.dtype), device=device, generator=generator)

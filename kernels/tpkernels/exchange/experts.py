@@ -106,7 +106,10 @@ def exchange_counts(order: Tensor, places: Tensor, weights: Tensor, counts: Tens
     if comm.size == 1:
         offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
         return Routes(order, places, weights, offsets, torch.empty(1, num_experts, dtype=torch.int32), len(order))
-    numbers = torch.cat((counts.to(torch.int32), counts.new_tensor((tokens, choices), dtype=torch.int32)))
+    # Filled by kernels: of a list the host would copy, and wait for the device.
+    numbers = counts.new_full((num_experts + 2,), tokens, dtype=torch.int32)
+    numbers[:num_experts] = counts
+    numbers[-1].fill_(choices)
     everyone = comm.all_gather_rows(numbers.view(1, -1), comm.size, operation="dispatch")
     host = everyone.cpu()
     _check(host, num_experts)
@@ -270,7 +273,10 @@ class _Traffic:
         here, there = (self.places, by_rank) if to_experts else (by_rank, self.places)
         lengths = [self.counts[source][expert] for expert, source in here]
         shifts = [there[segment] - begin for segment, begin in here.items()]
-        numbers = torch.tensor((shifts, lengths), device=device)
+        numbers = torch.tensor((shifts, lengths))
+        if device.type == "cuda":
+            # Of pinned memory the copy goes in the stream's order; else the host would wait for the stream.
+            numbers = numbers.pin_memory().to(device, non_blocking=True)
         shift = numbers[0].repeat_interleave(numbers[1], output_size=num_rows)
         return shift.add_(torch.arange(num_rows, device=device))
 

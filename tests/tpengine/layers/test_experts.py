@@ -285,6 +285,26 @@ def sums_in_order() -> bool:
 
 
 @pytest.mark.parametrize(
+    ("shape", "dtype"), [((2, 5, 16), torch.float32), ((5, 12), torch.float32), ((5, 16), torch.bfloat16)]
+)
+def test_what_does_not_fit_is_said_before_anything_is_routed(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    layer = MixtureOfExperts(16, 8, 4, ChoiceRule(2), Communicator(None))
+    with pytest.raises(ValueError, match=r"experts take x\[T, 16\] of torch.float32: got .*: flatten"):
+        layer(torch.zeros(shape, dtype=dtype))
+
+
+def test_a_gate_of_the_shared_network_has_the_bits_of_its_token() -> None:
+    torch.manual_seed(0)
+    layer = MixtureOfExperts(16, 8, 4, ChoiceRule(2), Communicator(None), shared_size=8, shared_gated=True)
+    x = torch.randn(333, 16)
+    scores = layer.shared_expert_gate(x) if layer.shared_expert_gate else x
+    layer.shared_expert = torch.nn.Identity()  # type: ignore[assignment]
+    gated = layer.shared(x)
+    for token in (0, 100, 332):
+        assert torch.equal(gated[token], (scores[token : token + 1].sigmoid() * x[token])[0])
+
+
+@pytest.mark.parametrize(
     ("width", "rule", "message"),
     [
         (7, ChoiceRule(2), r"an expert's width 7 is not divisible by 2 shards: use 6 or 8"),

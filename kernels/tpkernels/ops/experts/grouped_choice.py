@@ -24,6 +24,7 @@ from tpkernels.launch import refuse_while_captured, target_of
 from tpkernels.ops.experts.grouped_kernel import launch_zero_rows
 
 _TAKEN_ON = (90,)
+_MOST_EXPERTS = 1024
 
 
 def is_torchs(x: Tensor, w: Tensor, fixed: bool) -> bool:
@@ -31,6 +32,9 @@ def is_torchs(x: Tensor, w: Tensor, fixed: bool) -> bool:
     if not x.is_cuda or x.dtype != torch.bfloat16 or fixed or torch.are_deterministic_algorithms_enabled():
         return False
     if not x.numel() or not w.numel() or not w.is_contiguous() or x.stride(1) != 1:
+        return False
+    # It refuses rows that overlap, and more experts than a block of its first kernel has threads.
+    if x.stride(0) < x.shape[1] or len(w) >= _MOST_EXPERTS:
         return False
     # TMA reads rows that begin at multiples of 16 bytes, and writes such.
     elements = 16 // x.element_size()
