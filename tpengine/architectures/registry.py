@@ -24,7 +24,7 @@ from tpengine.architectures import (
     smollm3,
 )
 from tpengine.architectures.config_json import quantization_of
-from tpengine.architectures.describe import Architecture, ConfigJson
+from tpengine.architectures.describe import Architecture, ConfigJson, Experts
 from tpengine.architectures.description import Half, halves_of, reordered_norm
 from tpengine.architectures.table import FittingRule, check_table, find
 from tpengine.config import ModelConfig
@@ -151,8 +151,21 @@ def modules_of(model: ModelConfig) -> list[str]:
 
 
 def check_architecture(model: ModelConfig) -> None:
-    """Refuse an architecture whose table does not say one thing of each parameter: see check_table."""
+    """Refuse an architecture whose table does not say one thing of each parameter, or whose layers have other experts.
+
+    Raises:
+        ValueError: as check_table; or its experts are not as many as the model's numbers say.
+    """
     check_table(architecture_of(model).table, modules_of(model))
+    said, which = model.details.num_experts, model.details.has_experts
+    parts = (part for i in range(model.num_layers) for part in architecture_of(model).block(model, i).values())
+    found = {part.num_experts for part in parts if isinstance(part, Experts)}
+    if found != ({said} if said and (any(which) or not which) else set()):
+        raise ValueError(
+            f"the experts of an architecture's layers must be model.details.num_experts: that is {said}, and "
+            f"{model.architecture} has {sorted(found) or 'none'}: use --model.architecture qwen3_moe, or "
+            "Experts.of(model) in a file of your own"
+        )
 
 
 @functools.lru_cache(maxsize=65536)

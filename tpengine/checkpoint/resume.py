@@ -142,9 +142,9 @@ def continued_config(saved: Config, wanted: Config, world_size: int, base: Paral
     wanted = replace(wanted, train=_evaluated_alike(wanted.train, saved.train))
     given = flags
     if base is not None:
-        given = replace(
-            flags, tp=flags.tp or base.tp, pp=flags.pp or base.pp, dp=flags.dp or base.dp, ep=flags.ep or base.ep
-        )
+        # An ep of 1 is what a base says that says nothing: then as many as before.
+        ep = flags.ep or (base.ep if base.ep > 1 else 0)
+        given = replace(flags, tp=flags.tp or base.tp, pp=flags.pp or base.pp, dp=flags.dp or base.dp, ep=ep)
     layouts = _layouts(given, saved, world_size) + _layouts(flags, saved, world_size)
     if not layouts:
         return replace(wanted, parallel=resolve_layout(flags, world_size))  # raises, and says which sizes would do
@@ -231,7 +231,7 @@ def changes_since(index: Index, config: Config) -> list[str]:
     A setting that did not exist when the checkpoint was written had its default value. A setting that only the
     checkpoint has no longer exists and is ignored.
     """
-    before, now = _flat(_plain(Config())) | _flat(index.state["config"]), _flat(_plain(config))
+    before, now = _flat(_over(_plain(Config()), index.state["config"])), _flat(_plain(config))
     for settings in (before, now):
         settings["optim.decay_steps"] = settings["optim.decay_steps"] or settings["train.steps"]
         share = share_held_out(settings["data.held_out"], settings["data.held_out_fraction"])
@@ -397,6 +397,9 @@ def _check_continues(directory: Path, index: Index, config: Config, fingerprint:
             f"a resumed run must not be shorter than it is: {directory} has {index.step} steps, train.steps is "
             f"{config.train.steps}: use --train.steps {index.step} or more"
         )
+    if index.step == 0 and now["model.details.router_bias"]:
+        # A bias that weights of elsewhere have not begins at 0.
+        saved["model.details.router_bias"] = True
     texts = saved.pop("the text", ""), now.pop("the text", "")
     # Another packing is said by its name, below: with it an index may have come to the data.
     if saved.get("data.packing") == now.get("data.packing"):
@@ -422,6 +425,8 @@ def _check_same_data(directory: Path, saved: str, now: str) -> None:
 
 
 _REMEDIES = {
+    "model.details.router_bias": "keep --train.balance bias if it was so: that bias is one of the run's weights, and a "
+    "run without cannot get one",
     "the number of samples read": "give the phases until then the steps and batches that they had",
     "the phase that began its order of samples": "give it the phases until then that it had",
     "samples per step": "choose --train.micro-batch-size and --train.num-micro-batches so that times dp they are that",
@@ -444,6 +449,7 @@ def _decisive(state: Mapping[str, Any], step: int, is_exact: bool) -> dict[str, 
     # Where the run began does not matter any more, nor where an architecture's file lies.
     del model["path"]
     model["architecture"] = Path(model["architecture"]).name
+    model |= {f"details.{name}": value for name, value in model.pop("details").items()}
     rates = "residual_dropout", "attention_dropout", "mlp_dropout"
     if step == 0:
         return {f"model.{name}": value for name, value in model.items() if name not in rates}

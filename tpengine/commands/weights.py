@@ -32,8 +32,8 @@ from typing import Any, TextIO, cast
 import torch
 from torch import Tensor
 
-from tpengine.architectures.config_json import written_rope
-from tpengine.architectures.registry import BUILT_IN, architecture_of
+from tpengine.architectures.config_json import ConfigJson, written_rope
+from tpengine.architectures.registry import BUILT_IN, architecture_of, model_of
 from tpengine.checkpoint.index import (
     CheckpointError,
     FileEntry,
@@ -48,6 +48,7 @@ from tpengine.checkpoint.resume import checkpoints_of, saved_config, state_of
 from tpengine.checkpoint.run_directory import write_config
 from tpengine.checkpoint.storage import SavedBlock, fill
 from tpengine.config import Config, ModelConfig
+from tpengine.config.settings import NUMBERS_OF_EXPERTS
 from tpengine.dtypes import FILE_BITS, FILE_NAMES
 from tpengine.files import new_directory, sync_directory
 from tpengine.hugging_face.beginning import check_beginning
@@ -164,6 +165,7 @@ def export(run: Path, step: int | None, out: Path, dtype: str | None = None, own
         )
     directory, index = checkpoint_of(run, step)
     values = config_json(config, run)
+    _check_experts(config.model, values, run)
     for name, entry in sorted(index.files.items()):
         check_file(directory, name, entry)
     with new_directory(out, "an export directory") as beside:
@@ -178,6 +180,20 @@ def export(run: Path, step: int | None, out: Path, dtype: str | None = None, own
         (beside / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         copy_companions(run, beside)
     return [tensor.name for tensor in tensors]
+
+
+def _check_experts(model: ModelConfig, values: Mapping[str, Any], run: Path) -> None:
+    """Refuse a config.json that says other experts than a run has: their tensors may have the same shapes."""
+    if not model.details.num_experts or model.architecture not in BUILT_IN:
+        return
+    said = model_of(ConfigJson(dict(values), str(run / CONFIG)), model.architecture).details
+    for name in NUMBERS_OF_EXPERTS:
+        there, ours = getattr(said, name), getattr(model.details, name)
+        if there != ours:
+            raise ValueError(
+                f"config.json must say what the run's experts are: {run / CONFIG} makes {name} {there}, the run has "
+                f"{ours}: correct it, or export nothing that files of {model.architecture} have no place for"
+            )
 
 
 def _parts(model: ModelConfig, directory: Path, index: Index, run: Path) -> Any:

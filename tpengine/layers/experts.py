@@ -250,9 +250,9 @@ class ExpertMixture(nn.Module):
         comm: Communicator,
         inside: Communicator,
         *,
-        shared_size: int,
-        shared_gated: bool,
-        gathers_again: bool,
+        shared_size: int = 0,
+        shared_gated: bool = False,
+        gathers_again: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()

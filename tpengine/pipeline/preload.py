@@ -10,9 +10,9 @@ Two things of a first step may wait for the whole GPU, or for another rank, wher
                    rank has yet to launch, neither ends.
 
 So `connect` exchanges one number with every peer, in one group call. And `preload` runs the rank's list of actions
-once, without its transfers: small numbers stand for what would be received. This launches every kernel that the step launches
-while receives are posted, with the same shapes, gathers and reductions, whatever the schedule, ZeRO or exact mode do.
-The caller discards the gradients.
+once, without its transfers: small numbers stand for what would be received. This launches every kernel that the step
+launches while receives are posted, with the same shapes (but for experts' rows), gathers and reductions, whatever the
+schedule, ZeRO or exact mode do. The caller discards the gradients.
 
 What is left: the clipping and the update, which come when every receive has been waited for. And evaluation, whose
 messages go in one direction only: a rank that waits for the device waits for ranks before it, never in a circle.

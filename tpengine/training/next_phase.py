@@ -33,6 +33,8 @@ def enter_phase(state: TrainState, part: PlannedPhase) -> None:
         state.build()
         _fill(state, held)
         return
+    # A router's bias may be moved in one phase and stay in another, in the same buffers: note anew what stays.
+    state.frozen_hashes = {}
     state.optimizer.use(config.optim, state.updates)
     if config.train.reduction == "exact":
         state.gradients.set_blocks(config.train.num_micro_batches, num_blocks(config) // state.rank.mesh.shape.dp)

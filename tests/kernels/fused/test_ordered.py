@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import tpkernels.fused.experts  # noqa: F401  # registers its operators
 from support import CountMutations
 from support.ranks.arena_ranks import hostile_communicator
 from support.ranks.rank_pool import RankPool
@@ -34,6 +35,10 @@ OPERATORS = {
     "tpkernels::all_gather_matmul",
     "tpkernels::all_gather_matmul_dgrad",
     "tpkernels::all_gather_matmul_dgrad_and_gather",
+    "tpkernels::combine",
+    "tpkernels::combine_backward",
+    "tpkernels::dispatch",
+    "tpkernels::dispatch_backward",
     "tpkernels::matmul_all_reduce",
     "tpkernels::matmul_reduce_scatter",
     "tpkernels::matmul_reduce_scatter_dgrad",

@@ -237,6 +237,14 @@ def test_numbers_that_do_not_fit_are_refused(details: dict[str, Any], said: str)
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_experts_that_an_architecture_has_not_are_refused() -> None:
+    model = tiny_moe().model
+    check_architecture(model)
+    check_architecture(replace(model, details=replace(model.details, has_experts=(False,) * model.num_layers)))
+    with pytest.raises(ValueError, match=r"num_experts: that is 8, and llama has none: use --model.architecture qwen3"):
+        check_architecture(replace(model, architecture="llama"))
+
+
 def test_dropout_inside_experts_is_refused() -> None:
     base = tiny_moe()
     with pytest.raises(ValueError, match=r"mlp_dropout 0\.1 with num_experts 8: use model\.mlp_dropout 0"):

@@ -16,6 +16,7 @@ from tpengine.checkpoint.index import CheckpointError, Index, write_index
 from tpengine.checkpoint.resume import changes_since, continued_config, find_checkpoint, state_of, without_layout
 from tpengine.commands.arguments import ConfigError, parse_config
 from tpengine.config import Config, ParallelConfig, TrainConfig, decay_steps_of, num_evaluated, validate
+from tpengine.config.presets import tiny_moe
 from tpengine.config.settings import ModelDetails
 from tpengine.config.toml import dump_toml
 from tpengine.training.learning_rate import learning_rate
@@ -66,6 +67,42 @@ def test_other_processes_share_experts_as_nearly_alike_as_may_be(
     before = replace(base, model=model, parallel=replace(base.parallel, ep=saved[3]))
     continued = validate(continued_config(before, without_layout(before), world), world)
     assert (*sizes(continued), continued.parallel.ep) == now
+
+
+def of_experts(**details: Any) -> Config:
+    base = saved_run(1, 1, 4)
+    numbers = ModelDetails(num_experts=8, experts_per_token=2, expert_ffn_size=64, **details)
+    return replace(base, model=replace(base.model, architecture="qwen3_moe", details=numbers))
+
+
+def test_a_preset_beside_a_resume_says_nothing_of_who_shares_experts() -> None:
+    before = of_experts()
+    before = replace(before, parallel=replace(before.parallel, ep=4))
+    continued = continued_config(before, without_layout(before), 4, tiny_moe().parallel)
+    assert (*sizes(continued), continued.parallel.ep) == (1, 1, 4, 4)
+
+
+def test_a_bias_of_routers_comes_at_the_beginning_or_never(tmp_path: Path) -> None:
+    without, now = of_experts(), "5 uint8 tokens below 6, SHA-256 00112233445566778899aabbccddeeff"
+    wanted = of_experts(router_bias=True)
+    for step in (0, 20):
+        config = replace(wanted, run_dir=str(tmp_path / str(step)))
+        directory = CheckpointDirectory(tmp_path / str(step) / "checkpoints")
+        write_index(directory.begin(step), Index(step, {}, {}, state_of(without, now, step)))
+        directory.complete(step)
+        if step == 0:
+            assert find_checkpoint(config, now) is not None
+            continue
+        with pytest.raises(CheckpointError, match=r"must keep model.details.router_bias: .* keep --train.balance bias"):
+            find_checkpoint(config, now)
+
+
+def test_numbers_that_an_older_checkpoint_does_not_know_are_no_change() -> None:
+    config = saved_run(1, 1, 1)
+    state = state_of(config, "", 20)
+    older = {name: value for name, value in state["config"]["model"]["details"].items() if "expert" not in name}
+    state["config"]["model"]["details"] = older
+    assert changes_since(Index(20, {}, {}, state), config) == []
 
 
 def test_a_flag_says_who_shares_experts() -> None:
@@ -300,7 +337,7 @@ def test_a_checkpoint_older_than_a_setting_has_its_default(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"must keep model.mlp_dropout: .* with 0.0, this run has 0.1"):
         find_checkpoint(dropping, "f" * 64)
     scaled = replace(config, model=replace(config.model, details=replace(config.model.details, logits_scaling=2.0)))
-    with pytest.raises(CheckpointError, match=r"must keep model.details: .*'logits_scaling': 1.0.*, this run has"):
+    with pytest.raises(CheckpointError, match=r"must keep model.details.logits_scaling: .* with 1.0, this run has"):
         find_checkpoint(scaled, "f" * 64)
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from support.ranks.rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from tpkernels.ops.experts.choose import ChoiceRule
 
 import tpengine.layers
 from tpengine.config import ModelConfig
@@ -41,8 +42,10 @@ from tpengine.layers import (
     summed,
     vocab_parallel_cross_entropy,
 )
+from tpengine.layers.experts import ExpertNetworks
 from tpengine.layers.placement import Placement, cut
 from tpengine.layers.replicated import num_parallel
+from tpengine.layers.routing import Router
 from tpengine.model.parts import FastParts
 from tpengine.model.transformer import Transformer
 from tpengine.modules import DataParallel, Pipeline
@@ -439,12 +442,24 @@ def modules_of_the_package() -> set[type[nn.Module]]:
     return found
 
 
+# What a mixture of experts is made of, which no model takes by itself.
+PARTS_OF_A_MIXTURE = {"ExpertMixture", "ExpertNetworks", "ExpertWeight", "Router", "TokenScores", "TokenWeight"}
+
+
 def test_every_layer_is_exported_and_says_how_its_own_parameters_lie() -> None:
     kinds, exported = modules_of_the_package(), set(tpengine.layers.__all__)
     assert len(kinds) >= 11
-    assert {kind.__name__ for kind in kinds} <= exported
+    assert {kind.__name__ for kind in kinds} - PARTS_OF_A_MIXTURE <= exported
     assert all(hasattr(tpengine.layers, name) for name in exported)
-    sizes = {
+    alone, rule = Communicator(None), ChoiceRule(2)
+    mixture = (D, Router(D, 4, rule, alone), ExpertNetworks(D, WIDE, 4, alone), alone)
+    sizes: dict[str, tuple[Any, ...]] = {
+        "Router": (D, 4, rule),
+        "ExpertWeight": (4, WIDE, D, 1),
+        "ExpertNetworks": (D, WIDE, 4),
+        "ExpertMixture": mixture,
+        "MixtureOfExperts": (D, WIDE, 4, rule),
+        "SpreadExperts": (D, WIDE, 4, rule, alone),
         "Attention": (D, HEADS, 2),
         "RMSNorm": (D,),
         "LayerNorm": (D,),

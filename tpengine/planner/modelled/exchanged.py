@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tpengine.architectures.part import Exchange, Operator, Sizes
 from tpengine.architectures.registry import layer_halves
 from tpengine.config import Config
-from tpengine.plan import Plan
+from tpengine.plan import Plan, Recompute
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ def exchanged(config: Config, plan: Plan, load: float = 1.0) -> Exchanged:
                 for half in layer_halves(config.model, layer):
                     there, num = sent(half.part.forward(s))
                     back, _ = sent(half.part.backward_operators(s))
+                    # What is computed again sends its rows again.
+                    back += there * (plan.chunks[chunk].recompute in (Recompute.BLOCK, Recompute.FULL))
                     forward, backward, among = forward + there, backward + back, max(among, num)
         stages.append(Exchanged(forward, backward, among))
     return max(stages, key=lambda stage: stage.forward + stage.backward)

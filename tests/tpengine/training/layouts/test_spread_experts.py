@@ -111,5 +111,6 @@ def ways_said() -> list[str]:
 
 def test_a_run_says_how_rows_travel(ranks: RankPool) -> None:
     for by_messages, through_memory in ranks.run(ways_said, 2):
-        assert by_messages == "rows of experts all to all by gloo, whose numbers the host waits for once a layer"
+        said = "ep by gloo; rows of experts all to all by gloo, whose numbers the host waits for once a layer"
+        assert by_messages == said
         assert "rows of experts through shared memory" in through_memory

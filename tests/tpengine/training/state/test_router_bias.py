@@ -13,8 +13,11 @@ from support.ranks.rank_pool import RankPool
 from tpengine.commands.weights import export
 from tpengine.config import Config, ParameterGroup, validate
 from tpengine.config.presets import tiny_moe
+from tpengine.data import open_corpus
 from tpengine.layout.groups import check_groups, frozen_of, moved_of
 from tpengine.layout.parameters import layers_of_experts
+from tpengine.runs.trainer import Trainer
+from tpengine.training.next_phase import enter_phase
 
 BIAS = "layers.{}.mlp.gate.e_score_correction_bias"
 
@@ -74,3 +77,15 @@ def test_a_bias_has_no_gradient_moves_with_the_setting_alone_and_stays_if_frozen
     everything = replace(config.optim, groups=(ParameterGroup("*.weight", frozen=True),))
     with pytest.raises(ValueError, match="must leave something to train"):
         check_groups(replace(config, optim=everything))
+
+
+def hashes_after_a_phase(config: Config) -> dict[str, int]:
+    trainer = Trainer(config, open_corpus(config), torch.device("cpu"))
+    trainer.state.frozen_hashes = {"a bias that stayed": 1}
+    enter_phase(trainer.state, trainer.state.part)
+    return dict(trainer.state.frozen_hashes)
+
+
+def test_what_stayed_in_a_phase_may_move_in_the_next(ranks: RankPool) -> None:
+    """The buffers are the same where only biases are thawed, and what was noted of them is not."""
+    assert ranks.run(hashes_after_a_phase, 1, balanced(validate(tiny_moe(), 1))) == [{}]
