@@ -77,7 +77,9 @@ def config_asked_for(args: argparse.Namespace) -> Config | None:
                 option = "--data.path" if name == "data_path" else flag_of(name)
                 if args.profile is not None:
                     raise ValueError(f"{option} is for a model: got --profile, which has its own: leave {option} out")
-                raise ValueError(f"{option} is for a model: got no --model: add --model tiny")
+                raise ValueError(
+                    f"{option} is for a model: got no --model: add --model {'tiny_moe' if name == 'ep' else 'tiny'}"
+                )
         if args.architecture:
             raise ValueError("--model.architecture is for a model: got no --model: add --model tiny")
         return None
@@ -201,8 +203,9 @@ def counted(count: int, what: str) -> str:
 def provenance(config: Config, machine: str | None) -> str:
     """Return in words what the figures are based on."""
     parallel, dtype = config.parallel, config.train.dtype
+    shared = f"ep {parallel.ep}, " if parallel.ep > 1 else ""
     rates = machine_named(machine or "cpu")
     return (
-        f"seconds and bytes are modelled, not measured: tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, a "
-        f"{dtype} model at the rates of {rates.name} ({rates.source})"
+        f"seconds and bytes are modelled, not measured: tp {parallel.tp}, pp {parallel.pp}, dp {parallel.dp}, "
+        f"{shared}a {dtype} model at the rates of {rates.name} ({rates.source})"
     )

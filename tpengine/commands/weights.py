@@ -161,7 +161,7 @@ def export(run: Path, step: int | None, out: Path, dtype: str | None = None, own
     if config.model.details.router_bias and config.model.architecture in BUILT_IN:
         raise ValueError(
             f"files of {config.model.architecture} have no bias of a router, without which tokens go to other experts: "
-            f"{run} was trained with one (--train.balance bias): train what is to be exported with --train.balance loss"
+            f"{run} was trained with one (--train.balance bias), which stays: begin anew with --train.balance loss"
         )
     directory, index = checkpoint_of(run, step)
     values = config_json(config, run)

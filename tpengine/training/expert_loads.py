@@ -13,7 +13,7 @@ compares models, has none of it. A bias is a weight as others are, in checkpoint
 
 Of each layer with experts a row of metrics.jsonl has, of all tokens of the step,
 
-    expert_load/LAYER      tokens of its hottest expert over those of the mean one: 1 is even, E is all to one
+    expert_load/LAYER      tokens of its hottest expert over those of the mean one: 1 is even, E/k the most
     expert_tokens/LAYER    tokens of its hottest expert
 
 and with the auxiliary loss `balance_loss`, its mean before the rate: k where all is even.

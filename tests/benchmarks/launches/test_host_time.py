@@ -65,7 +65,7 @@ def test_what_cannot_be_timed_is_refused_in_one_line(
 @pytest.mark.slow
 def test_a_row_per_call_and_number_of_ranks(compilers: RankPool, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    options = ("--call", "gather_matmul/push", "--ranks", "2", "--calls", "2", "--out", str(out))
+    options = ("--call", "gather_matmul/push", "--ranks", "2", "--calls", "2", "--preset", "", "--out", str(out))
     assert compilers.run(main, 1, ["host", *options]) == [0]
     (row,) = map(json.loads, out.read_text().splitlines())
     assert (row["case"], row["ranks"], row["launches"], row["copies"]) == ("host/gather_matmul/push", 2, 1, 0)

@@ -282,8 +282,9 @@ def _working_lines(sheet: Sheet, block: BlockBytes, keeps_parts: bool) -> Iterat
     load = f", at a load of {sheet.load:g}" if sheet.load > 1 else ""
     yield f"held only while an action of chunk 0 runs{load}:"
     working = activation_bytes(sheet.config, sheet.layout.tp, sheet.plan, sheet.load)[0].working
-    for kind in COMPUTE:
-        if working.get(kind):
+    run = {action.kind for actions in sheet.plan.actions for action in actions}
+    for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
+        if kind in run and working.get(kind):
             yield _line(f"in {kind}", "beside what is kept", working[kind])
 
 
