@@ -149,6 +149,11 @@ BENCHMARKS: Mapping[str, Benchmark] = MappingProxyType(
                 "a layer of experts on the CPU, forward and backward, against transformers' eager and grouped ones",
             ),
             (
+                "moe_exchange",
+                "kernels.spread_experts",
+                "what the exchange of experts' rows between ranks costs a layer, routing even and skewed",
+            ),
+            (
                 "overlap",
                 "overlap.command",
                 "sharded matmuls fused with their communication, against matmul then collective",

@@ -96,7 +96,7 @@ def measure(options: Options) -> list[dict[str, Any]]:
     """Measure every case in this process."""
     rows = []
     for routing in options.routing:
-        x, dy, weights = _drawn(options, routing)
+        x, dy, weights = drawn(options, routing)
         sides: dict[str, _Side] = {_OURS: _Ours(options, weights)}
         sides |= {name: _Theirs(options, weights, name) for name in (_EAGER, _GROUPED)}
         counts = _counts(options, x, weights["gate.weight"])
@@ -161,7 +161,7 @@ class _Counted:
 
 class _Ours(_Side):
     def __init__(self, options: Options, weights: Mapping[str, Tensor]) -> None:
-        model = ModelConfig(hidden_size=options.hidden, num_heads=1, num_kv_heads=1, details=_details(options))
+        model = ModelConfig(hidden_size=options.hidden, num_heads=1, num_kv_heads=1, details=details_of(options))
         self._sink = GradientSink()
         parts = FastParts(model, Communicator(None), sink=self._sink, dtype=torch.float32)
         module: nn.Module = parts.layer(Experts.of(model))
@@ -256,7 +256,8 @@ def _compared(sides: Mapping[str, _Side], x: Tensor, dy: Tensor, gradients: Grad
         return compare(calls, check=check, rounds=rounds)
 
 
-def _details(options: Options) -> ModelDetails:
+def details_of(options: Options) -> ModelDetails:
+    """Return the layer as a model's details say it."""
     return ModelDetails(
         num_experts=options.experts,
         experts_per_token=options.top_k,
@@ -265,8 +266,12 @@ def _details(options: Options) -> ModelDetails:
     )
 
 
-def _drawn(options: Options, routing: Routing) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return x[T, D], the gradient of y, and the weights by the names of ours."""
+def drawn(options: Options, routing: Routing, *, falling: bool = False) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return x[T, D], the gradient of y, and the weights by the names of ours.
+
+    Args:
+        falling: whether Zipf's probabilities fall with the expert's number, instead of being spread at random.
+    """
     draw, num, d, f = torch.Generator().manual_seed(0), options.experts, options.hidden, options.ffn
 
     def normal(*sizes: int, scale: float = 1.0) -> Tensor:
@@ -281,7 +286,8 @@ def _drawn(options: Options, routing: Routing) -> tuple[Tensor, Tensor, dict[str
     }
     if routing == "zipf":
         x[:, 0] = 1.0
-        places = torch.arange(1, num + 1)[torch.randperm(num, generator=draw)]
+        order = torch.randperm(num, generator=draw)
+        places = torch.arange(1, num + 1) if falling else order + 1
         weights["gate.weight"][:, 0] = -places.float().log()
     return x.requires_grad_(), dy, weights
 
