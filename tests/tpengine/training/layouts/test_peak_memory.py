@@ -149,6 +149,34 @@ def test_the_peak_is_the_simulators_for_each_architecture(ranks: RankPool, name:
     check(ranks.run(peaks, 1, validate(replace(config, model=model, train=train), 1)))
 
 
+# Every token goes to all experts, so that each rank gets the rows that the simulator counts with.
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("layout", "ep", "changes"),
+    [
+        ((1, 2, 1), 2, {}),
+        ((2, 1, 1), 2, {}),
+        ((2, 2, 1), 4, {"zero": 3}),
+        ((2, 2, 1), 2, {"zero": 2, "recompute": "full"}),
+        ((2, 1, 2), 2, {"schedule": "zb-h1", "recompute": "block"}),
+    ],
+    ids=str,
+)
+def test_the_peak_is_the_simulators_where_rows_travel(
+    ranks: RankPool, layout: tuple[int, int, int], ep: int, changes: dict[str, Any], dtype: str
+) -> None:
+    config = config_of(*layout, tied=False, kv_heads=4, num_layers=4, **changes)
+    details = replace(EXPERTS, experts_per_token=4, has_experts=(True, False, True, True))
+    sizes: dict[str, Any] = {"hidden_size": 64, "ffn_size": 192, "vocab_size": 256, "details": details}
+    model = replace(config.model, architecture="qwen3_moe", **sizes)
+    parallel = replace(config.parallel, ep=ep, bucket_bytes=200_000)
+    train = replace(config.train, seq_len=64, num_micro_batches=4, dtype=dtype)
+    config = replace(config, model=model, parallel=parallel, train=train)
+    world = layout[0] * layout[1] * layout[2]
+    check(ranks.run(peaks, world, validate(config, world)))
+
+
 # Matrices that are large enough to be copied for a CPU's matmuls: each has two copies, as large as itself.
 @pytest.mark.slow
 @pytest.mark.parametrize(
