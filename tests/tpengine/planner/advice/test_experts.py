@@ -59,7 +59,8 @@ def test_experts_that_no_other_rank_holds_are_not_exchanged_nor_cut() -> None:
     assert (
         not alone & costs.gathers.keys() and not alone & costs.weights.keys() and not alone & costs.contributions.keys()
     )
-    assert all(costs.reductions.get(index, 0.0) == 0 for index in alone)
+    assert costs.reductions.keys() == layout.buckets.keys() - alone
+    assert all(seconds > 0 for seconds in costs.reductions.values())
 
 
 def test_an_uneven_load_takes_longer_and_holds_more_where_ranks_share_experts() -> None:
