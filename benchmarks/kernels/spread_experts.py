@@ -4,7 +4,8 @@ N ranks on this host, one thread each, share the experts of a layer, forward and
 turns, each the slowest rank's:
 
     layer     the whole layer
-    alone     the same layer, whose exchanges return at once what they returned in the layer: products, router, sums
+    alone     the same layer as if every rank had all rows at hand: its exchanges do what a layer on one rank does in
+              their place (take rows by expert, weigh gradients), and return what they returned in the layer
     products  the products of the experts alone
 
     exchange share = 1 - alone / layer
@@ -31,6 +32,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import Parameter
 from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.experts import Routes
+from tpkernels.ops.experts.rows import combine_backward, take_forward
 from tpkernels.work import hottest_share
 
 from benchmarks.harness.rows import make_row, stored
@@ -212,9 +215,19 @@ def _recorded() -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def _replayed(returned: list[Any]) -> Iterator[None]:
-    """Let the layer's exchanges return at once what they returned before."""
+    """Let the layer's exchanges do a single rank's work in their place, and return what they returned before."""
     coming = iter(returned)
-    with _instead({name: lambda *_, **__: next(coming) for name in _EXCHANGES}):
+
+    def taken(x: Tensor, routes: Routes, _: Communicator) -> Any:
+        take_forward(x, routes.order, routes.num_choices)
+        return next(coming)
+
+    def weighed(dy: Tensor, ys: Tensor, routes: Routes, *_: Any, **__: Any) -> Any:
+        combine_backward(dy, ys, routes.order, routes.places, routes.weights)
+        return next(coming)
+
+    calls = {name: lambda *_, **__: next(coming) for name in _EXCHANGES}
+    with _instead({**calls, "rows_to_experts": taken, "combine_gradients": weighed}):
         yield
 
 
