@@ -262,3 +262,48 @@ def check_with_one_program() -> None:
 def test_one_program_of_each_kernel_is_enough(interpreters: RankPool) -> None:
     """Where others may hold 2 of 4 processors, and a kernel fetches behind a wait of its own."""
     interpreters.run(check_with_one_program, 2)
+
+
+def test_the_most_that_may_be_held_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processors, "_MAY_BE_HELD", {})
+    assert processors.may_be_held(0) == 0
+    for num in (4, 9, 2):
+        processors.hold(0, num)
+    assert processors.may_be_held(0) == 9 and processors.may_be_held(1) == 0
+
+
+def test_products_beside_others_have_a_program_for_each_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tpkernels.ops.experts.grouped_kernel import launch_grouped_matmul
+    from tpkernels.ops.experts.grouped_swiglu_kernel import launch_grouped_swiglu
+    from tpkernels.ops.matmul.kernel import launch_matmul
+    from tpkernels.ops.matmul.swiglu_kernel import launch_matmul_swiglu
+
+    grids: list[int] = []
+    configs: set[tuple[Any, ...]] = set()
+    x, w = empty(8192, 4096, dtype=torch.bfloat16), empty(8192, 4096, dtype=torch.bfloat16)
+    experts, offsets = empty(8, 1024, 4096, dtype=torch.bfloat16), torch.empty(9, dtype=torch.int32, device="meta")
+
+    def note(kernel: Any, grid: tuple[int, ...], _: tuple[Any, ...], options: dict[str, Any]) -> None:
+        grids.append(grid[0])
+        configs.add((kernel.fn.__name__, *(options[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps"))))
+
+    def launch_all(**options: int) -> list[int]:
+        grids.clear()
+        launch_matmul(x, w.T, **options)
+        launch_matmul_swiglu(x, w, False, **options)
+        launch_grouped_matmul(x, experts, offsets, **options)
+        launch_grouped_swiglu(x, experts, experts, offsets, False, **options)
+        return list(grids)
+
+    with observed(Target("cuda", 90), note):
+        alone = launch_all()
+        few = launch_all(processors=100)
+        monkeypatch.setitem(processors._MAY_BE_HELD, -1, 8)
+        beside = launch_all()
+        # Who says how many gets as many.
+        assert launch_all(processors=100) == few
+    assert alone[:2] == [132, 132] and few[:2] == [100, 100]
+    # 64 x 32 tiles of 128 x 256; 64 x 32 of gate's 128 columns and up's.
+    assert beside[:2] == [2048, 2048]
+    assert all(one <= 2 * 132 < other for one, other in zip(alone[2:], beside[2:], strict=True))
+    assert len(configs) == 4, "tiles do not depend on it, and so bits do not"

@@ -35,7 +35,7 @@ from tpkernels.exchange.strategies import checked
 from tpkernels.exchange.tree import tree_sum
 from tpkernels.launch import INTERPRETED
 from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
-from tpkernels.processors import Budget
+from tpkernels.processors import Budget, hold
 from tpkernels.symmetric.host_memory import MemoryRefused
 from tpkernels.symmetric.memory import check_num_bytes
 from tpkernels.symmetric.processes import close_to_children
@@ -78,7 +78,8 @@ class Communicator:
         timeout_seconds: how long an exchange through the arena waits for a peer that is alive.
         reserved_processors: how many processors of the device other communication of this process may hold at once: the
             sum over all groups that may have an operation under way (NCCL: of their max_ctas). Fused kernels leave them
-            free (processors.py). 0: nothing else communicates.
+            free, and our products on that device, also those that exchange nothing, then leave it to the hardware which
+            processor computes a tile (processors.py). 0: nothing else communicates.
 
     Raises:
         ValueError: arena_bytes is not a legal number of bytes, or not the same on all ranks; an unknown strategy;
@@ -122,6 +123,8 @@ class Communicator:
         device = torch.device("cpu") if device is None else device
         if reserved_processors < 0:
             raise ValueError(Budget(0, reserved_processors).problem())
+        if reserved_processors and device.type == "cuda":
+            hold(torch.cuda.current_device() if device.index is None else device.index, reserved_processors)
         self.arena: Arena | None = None
         self.device_arena: DeviceArena | None = None
         if arena_bytes and self.size > 1:
