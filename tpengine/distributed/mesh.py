@@ -227,7 +227,10 @@ def _has_made_groups_alike() -> bool:
 
 @dataclass(frozen=True)
 class Communicators:
-    """A communicator for each group of the mesh; None where there is none."""
+    """A communicator for each group of the mesh; None where there is none.
+
+    Attributes: rows_through_memory: whether rows of experts travel through ep's memory, if it has any: in fast mode.
+    """
 
     tp: Communicator
     pp: Communicator
@@ -238,6 +241,7 @@ class Communicators:
     ends: Communicator
     ep: Communicator | None = None
     edp: Communicator | None = None
+    rows_through_memory: bool = True
 
     def over(self, axes: Sequence[str]) -> Communicator:
         """Return the ranks that one sum over these axes joins: ("dp", "tp") are those of `dp_tp`.
@@ -284,10 +288,12 @@ class Communicators:
                 timeout_seconds=exchange_seconds(config),
             )
 
+        rows_through_memory = config.train.reduction == "fast"
         tp, dp = for_matmuls(mesh.tp), for_sums(mesh.dp)
         ep, edp = (None, None) if mesh.ep is None else (tp, dp)
         if mesh.ep is not mesh.tp and mesh.ep is not None:
-            ep, edp = for_sums(mesh.ep), for_sums(mesh.edp)
+            # Exact mode's rows travel by all-to-all: of one memory no other use is made.
+            ep, edp = for_sums(mesh.ep) if rows_through_memory else Communicator(mesh.ep), for_sums(mesh.edp)
         return cls(
             tp=tp,
             pp=Communicator(mesh.pp),
@@ -299,6 +305,7 @@ class Communicators:
             ends=for_sums(mesh.ends),
             ep=ep,
             edp=edp,
+            rows_through_memory=rows_through_memory,
         )
 
     def describe(self, mailbox: Mailbox | None) -> str:
@@ -320,7 +327,8 @@ class Communicators:
         if others:
             parts.append(f"{', '.join(others)} by {dist.get_backend()}")
         if self.ep is not None:
-            way = f"all to all by {dist.get_backend()}" if self.ep.arena is None else "through shared memory"
+            is_in_memory = self.rows_through_memory and self.ep.arena is not None
+            way = "through shared memory" if is_in_memory else f"all to all by {dist.get_backend()}"
             parts.append(f"rows of experts {way}, whose numbers the host waits for once a layer")
         return "; ".join(parts) or "none, one process"
 
