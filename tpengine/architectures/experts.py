@@ -56,6 +56,7 @@ class Experts(Part):
 
     title: ClassVar[str] = "the experts"
     layer: ClassVar[str] = "tpengine.model.parts:experts"
+    exact_layer: ClassVar[str] = "tpengine.model.parts:exact_experts"
 
     num_experts: int
     top_k: int

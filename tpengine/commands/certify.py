@@ -50,12 +50,13 @@ _GRADIENTS = "tpengine.commands.certify_witness:Gradients"
 
 @dataclass(frozen=True)
 class CertifiedLayout:
-    """Sizes of the axes tp, pp and dp, and the stage of ZeRO."""
+    """Sizes of the axes tp, pp and dp, the stage of ZeRO, and the ranks that share experts."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     zero: int = 0
+    ep: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -65,8 +66,8 @@ class CertifiedLayout:
     def __str__(self) -> str:
         if self.num_ranks == 1:
             return "one process"
-        zero = f", zero {self.zero}" if self.zero else ""
-        return f"tp {self.tp} x pp {self.pp} x dp {self.dp}{zero}"
+        zero, ep = f", zero {self.zero}" if self.zero else "", f", ep {self.ep}" if self.ep > 1 else ""
+        return f"tp {self.tp} x pp {self.pp} x dp {self.dp}{ep}{zero}"
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class CertifyOptions:
     packing: Literal["cut", "documents", "fit"] = "cut"
     phases: str = ""
     architecture: str = ""
+    balance: Literal["none", "loss", "bias"] = "none"
 
 
 def certify(options: CertifyOptions, witness: str = _WITNESS, gradients: str = _GRADIENTS) -> int:
@@ -117,12 +119,12 @@ def certify(options: CertifyOptions, witness: str = _WITNESS, gradients: str = _
 
 
 def parse_layout(text: str) -> CertifiedLayout:
-    """Parse "tp=4,pp=1,dp=2,zero=3": each at most once; an axis that is not named has size 1, and zero is 0.
+    """Parse "tp=4,pp=1,dp=2,ep=4,zero=3": each at most once; what is not named has size 1, and zero is 0.
 
     Raises:
         ValueError: the text is not of that form.
     """
-    found = re.findall(r"(tp|pp|dp|zero)=([1-9]\d*)", text)
+    found = re.findall(r"(tp|pp|dp|ep|zero)=([1-9]\d*)", text)
     sizes = {axis: int(size) for axis, size in found}
     if not found or len(sizes) < len(found) or ",".join(f"{axis}={size}" for axis, size in found) != text:
         raise ValueError(f"a layout names tp, pp and dp with their sizes: got {text!r}: use tp=4,pp=1,dp=1")
@@ -178,7 +180,7 @@ def _check(options: CertifyOptions) -> None:
             )
     elif options.layout == (options.against or CertifiedLayout()):
         raise ValueError(
-            f"certify needs two layouts: both are {options.layout}: choose another --tp, --pp, --dp or --against"
+            f"certify needs two layouts: both are {options.layout}: choose another --tp, --pp, --dp, --ep or --against"
         )
     for layout in (options.layout, options.against or CertifiedLayout()):
         if layout.num_ranks > _MOST_PROCESSES:
@@ -220,6 +222,7 @@ def config_of(options: CertifyOptions, layout: CertifiedLayout, **train: Any) ->
             layout.pp,
             layout.dp,
             # A schedule file fits one number of ranks and micro-batches: the other layout takes the default.
+            ep=layout.ep,
             zero=cast(Literal[0, 1, 2, 3], layout.zero),
             schedule=options.schedule if options.schedule in SCHEDULES or layout == options.layout else "1f1b",
             tp_comm=cast(Literal["fused", "plain"], options.tp_comm),
@@ -229,6 +232,7 @@ def config_of(options: CertifyOptions, layout: CertifiedLayout, **train: Any) ->
             num_micro_batches=in_all // layout.dp,
             steps=max(base.train.steps, options.steps),
             seed=options.seed,
+            balance=options.balance,
             **train,
         ),
         device="cpu",

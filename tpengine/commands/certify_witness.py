@@ -7,7 +7,7 @@ around the handlers of the plan's actions, and where GradientBuckets end a block
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from tpkernels.launch import accumulation_dtype
 from tpengine.commands.certify_compare import GRADIENT, OPTIMIZER, WEIGHT, Observation, ObservedPlace, StepPhase
 from tpengine.config import Config, num_blocks
 from tpengine.data import open_corpus
+from tpengine.data_parallel.bucket import FlatBucket
 from tpengine.layout.parameters import EMBEDDING, HEAD, Piece, leaf_parts
 from tpengine.model.block import Block
 from tpengine.pipeline.executor import Handler
@@ -61,9 +62,24 @@ class Witness:
         return self._observations, result.loss
 
     def _see(
-        self, phase: StepPhase, depth: int, name: str, tensor: Tensor, *, shard: int = -1, of_microbatch: bool = False
+        self,
+        phase: StepPhase,
+        depth: int,
+        name: str,
+        tensor: Tensor,
+        *,
+        shard: int = -1,
+        of_microbatch: bool = False,
+        replicas_on: int = 0,
     ) -> None:
-        microbatch = self.trainer.state.model.position.microbatch if of_microbatch else -1
+        """Note a tensor.
+
+        Args: replicas_on: by how many replicas the one it belongs to is behind this rank's.
+        """
+        microbatch = -1
+        if of_microbatch:
+            behind = replicas_on * self.trainer.state.part.config.train.num_micro_batches
+            microbatch = self.trainer.state.model.position.microbatch + behind
         place = ObservedPlace(self._step, phase, microbatch, depth, name, shard)
         self._observations.append(Observation(place, digest(tensor), str(self.trainer.state.rank.activity.now.what)))
 
@@ -137,38 +153,47 @@ class Witness:
         end_block = buckets.end_block
 
         def seen(index: int) -> None:
-            self._see_block(buckets[index].views)
+            self._see_block(buckets[index])
             end_block(index)
 
         buckets.end_block = seen  # type: ignore[method-assign]
 
-    def _see_block(self, gradients: Mapping[str, Tensor]) -> None:
-        held = self.trainer.state.model.parts.held
-        for leaf, gradient in gradients.items():
+    def _see_block(self, bucket: FlatBucket) -> None:
+        state = self.trainer.state
+        held, specs = state.model.parts.held, {piece.spec.name: piece for piece in state.model.pieces.values()}
+        for leaf in bucket.views:
             name, rank, head = leaf_parts(leaf)
+            piece = specs[name]
             # The last stage's copy of tied embeddings is used as the head.
-            head = head or (name == EMBEDDING and not self.trainer.state.model.is_first)
+            head = head or (name == EMBEDDING and not state.model.is_first)
             use = " as output head" if head else ""
             if self._block_length > 1:
                 use += f", over {self._block_length} micro-batches to the last"
-            self._see(
-                StepPhase.BACKWARD,
-                self._depth_down(HEAD if head else name),
-                f"gradient of {name}{use}",
-                gradient,
-                shard=held[rank],
-                of_microbatch=True,
-            )
+            # Of experts that ranks share a rank has all shards, and a lane for each of these replicas.
+            first = state.rank.mesh.at.dp // bucket.num_lanes * bucket.num_lanes
+            for lane in range(bucket.num_lanes):
+                for which, gradient in _by_expert(piece, bucket.view_of(leaf, lane)):
+                    self._see(
+                        StepPhase.BACKWARD,
+                        self._depth_down(HEAD if head else name),
+                        f"gradient of {name}{which}{use}",
+                        gradient,
+                        shard=rank if piece.spec.apart else held[rank],
+                        of_microbatch=True,
+                        replicas_on=first + lane - state.rank.mesh.at.dp,
+                    )
 
     def _see_sums(self) -> None:
         for name, piece in _trained(self.trainer.state).items():
-            self._see(
-                StepPhase.SUM,
-                self._depth_down(piece.spec.name),
-                f"{GRADIENT}{piece.spec.name}",
-                whole(self.trainer.state, name, self.trainer.state.gradients.of.get(name)),
-                shard=_shard(piece),
-            )
+            total = whole(self.trainer.state, name, self.trainer.state.gradients.of.get(name))
+            for which, gradient in _by_expert(piece, total):
+                self._see(
+                    StepPhase.SUM,
+                    self._depth_down(piece.spec.name),
+                    f"{GRADIENT}{piece.spec.name}{which}",
+                    gradient,
+                    shard=_shard(piece),
+                )
 
     def _see_update(self) -> None:
         trainer = self.trainer
@@ -182,11 +207,13 @@ class Witness:
             # Of what is frozen nothing but the weight is kept.
             for kind, kept in kinds.items() if trainer.state.model.held[name].requires_grad else ():
                 tensor = whole(trainer.state, name, states.get(kind), kept)
-                self._see(
-                    StepPhase.UPDATE, 1 + depth, f"{OPTIMIZER}{kind} of {piece.spec.name}", tensor, shard=_shard(piece)
-                )
-            weight = whole(trainer.state, name, trainer.state.held.get(name), dtype)
-            self._see(StepPhase.UPDATE, 1 + depth, f"{WEIGHT}{piece.spec.name}", weight, shard=_shard(piece))
+                self._see_experts(1 + depth, f"{OPTIMIZER}{kind} of {piece.spec.name}", piece, tensor)
+            weight = whole(trainer.state, name, trainer.state.held.get(name), trainer.state.model.held[name].dtype)
+            self._see_experts(1 + depth, f"{WEIGHT}{piece.spec.name}", piece, weight)
+
+    def _see_experts(self, depth: int, name: str, piece: Piece, tensor: Tensor) -> None:
+        for which, part in _by_expert(piece, tensor):
+            self._see(StepPhase.UPDATE, depth, name + which, part, shard=_shard(piece))
 
     def _depth_of_head(self) -> int:
         return (self.trainer.state.part.config.model.num_layers + 1) * _PLACES
@@ -281,7 +308,16 @@ def whole(state: TrainState, name: str, tensor: Tensor | None, dtype: torch.dtyp
         found[state.elements_of(name)] = tensor.detach()
     # Bits, to which other replicas add zeros: -0.0 + 0.0 would be 0.0.
     bits = found.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
-    return state.rank.comms.dp.all_reduce_(bits).view(dtype).view(held.shape)
+    return state.replicas_of(name).all_reduce_(bits).view(dtype).view(held.shape)
+
+
+def _by_expert(piece: Piece, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a piece's tensor, of experts each one's with its number: ranks have more or fewer of them."""
+    if len(piece.spec.shape) == 2 or tensor.dim() == 1:
+        yield "", tensor
+        return
+    for expert, part in enumerate(tensor, piece.block[0][0]):
+        yield f" of expert {expert}", part
 
 
 def _trained(state: TrainState) -> dict[str, Piece]:

@@ -314,13 +314,23 @@ def add_certify_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `tpengine certify` understands."""
     for axis in ("tp", "pp", "dp"):
         parser.add_argument(f"--{axis}", type=count, default=1, help=f"size of the axis {axis} (default 1)")
+    parser.add_argument("--ep", type=count, default=1, help="ranks that share experts, as in training (default 1)")
     parser.add_argument(
         "--zero", type=int, choices=range(4), default=0, help="what replicas shard, as in training (default 0)"
     )
     parser.add_argument(
         "--against", metavar="LAYOUT", help="the other one, as tp=4,pp=1,dp=1 or tp=4 (default one process)"
     )
-    parser.add_argument("--preset", default="certify", help="tiny, bench, llama_1b or certify (the default)")
+    parser.add_argument(
+        "--preset", default="", help="tiny, bench, llama_1b or certify (the default); with --ep tiny_moe is the default"
+    )
+    parser.add_argument(
+        "--train.balance",
+        dest="balance",
+        choices=("none", "loss", "bias"),
+        default="none",
+        help="what keeps experts even, as in training (default none)",
+    )
     parser.add_argument(
         "--model.path", dest="model_path", metavar="DIR", help="the preset with the sizes of a model's directory"
     )
@@ -345,10 +355,13 @@ def run_certify(args: argparse.Namespace) -> int:
     """Compare training in two layouts bit by bit, or fast mode with exact."""
     from tpengine.commands.certify import CertifiedLayout, CertifyOptions, certify, parse_layout
 
+    layout = CertifiedLayout(args.tp, args.pp, args.dp, args.zero, args.ep)
+    against = None if args.against is None else parse_layout(args.against)
+    layouts = (layout,) if against is None else (layout, against)
     options = CertifyOptions(
-        layout=CertifiedLayout(args.tp, args.pp, args.dp, args.zero),
-        against=None if args.against is None else parse_layout(args.against),
-        preset=args.preset,
+        layout=layout,
+        against=against,
+        preset=args.preset or ("certify" if max(of.ep for of in layouts) == 1 else "tiny_moe"),
         model_path=args.model_path,
         architecture=args.architecture,
         dtype=args.dtype,
@@ -361,6 +374,7 @@ def run_certify(args: argparse.Namespace) -> int:
         mixture=args.mixture,
         packing=args.packing,
         phases=args.phases,
+        balance=args.balance,
     )
     with stoppable():
         return certify(options)

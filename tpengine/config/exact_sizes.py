@@ -12,6 +12,8 @@ import math
 
 from tpengine.config.settings import Config
 
+# Gradient norms add up in blocks of so many elements of a shard, and slices of it (ZeRO) begin at their borders.
+BLOCK = 1024
 # Every shard is a smaller matrix product and one more partial sum: 8 allow the layouts of a node.
 MOST_SHARDS = 8
 
@@ -60,6 +62,12 @@ def shards_said(config: Config) -> str:
     }
     odd = [f"{name} {size}" for name, size in sizes.items() if size % 2]
     return f"1 shard, so tp 1 alone, since 2 does not divide {' and '.join(odd)}"
+
+
+def elements_of_shared_experts(config: Config, ep: int) -> int:
+    """Return the elements of a shard of a projection that a rank of `ep` has; norms need whole blocks of them."""
+    details = config.model.details
+    return details.num_experts // ep * (details.expert_ffn_size // num_shards_of(config)) * config.model.hidden_size
 
 
 def num_blocks(config: Config) -> int:

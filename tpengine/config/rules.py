@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tpengine.config.exact_sizes import MOST_SHARDS, largest_dp, num_shards_of
+from tpengine.config.exact_sizes import BLOCK, MOST_SHARDS, elements_of_shared_experts, largest_dp, num_shards_of
 from tpengine.config.lengths import Amount, amount_of, with_batch
 from tpengine.config.optimizers import optimizer_kind
 from tpengine.config.ranges import (
@@ -379,10 +379,15 @@ def legal_ep(config: Config) -> list[int]:
     """Return the values of parallel.ep that a configuration may have whose tp and dp are resolved, ascending."""
     parallel, num_experts = config.parallel, config.model.details.num_experts
     assert parallel.tp and parallel.dp, "resolve the layout first: config.resolve_layout"
-    if not num_experts or config.train.reduction == "exact":
+    if not num_experts:
         return [1]
     shared = [parallel.tp * number for number in divisors(parallel.dp)]
-    return sorted({1, *(ep for ep in shared if num_experts % ep == 0)})
+    return sorted({1, *(ep for ep in shared if num_experts % ep == 0 and _has_whole_blocks(config, ep))})
+
+
+def _has_whole_blocks(config: Config, ep: int) -> bool:
+    """Return whether exact mode's norm adds up whole blocks of a rank's experts; in fast mode there are none."""
+    return config.train.reduction == "fast" or elements_of_shared_experts(config, ep) % BLOCK == 0
 
 
 def _check_experts(config: Config) -> None:
@@ -394,16 +399,18 @@ def _check_experts(config: Config) -> None:
         return
     if not num_experts:
         raise ValueError(f"ep shares out the experts of a model: ep {ep}, and this model has none: use ep 1")
-    if config.train.reduction == "exact":
-        raise ValueError(
-            f"with train.reduction exact every expert is cut over tp, and ep is 1: ep {ep}: use ep 1, or "
-            "train.reduction fast"
-        )
     remedy = f"use {nearest_of('ep', ep, legal)}"
     if num_experts % ep:
         raise ValueError(f"num_experts must be divisible by ep: num_experts {num_experts}, ep {ep}: {remedy}")
     if tp * dp % ep:
         raise ValueError(f"ep must divide the tp * dp ranks of a stage: ep {ep}, tp {tp} * dp {dp}: {remedy}")
+    if not _has_whole_blocks(config, ep):
+        raise ValueError(
+            f"with train.reduction exact a rank's experts must be whole blocks of {BLOCK} elements of each of the "
+            f"{num_shards_of(config)} shards, in which the gradient's norm adds up: {num_experts} experts / ep {ep} x "
+            f"expert_ffn_size {config.model.details.expert_ffn_size} / {num_shards_of(config)} x hidden_size "
+            f"{config.model.hidden_size} = {elements_of_shared_experts(config, ep)}: {remedy}, or train.reduction fast"
+        )
     raise ValueError(f"ep must be tp, or tp times a divisor of dp: ep {ep}, tp {tp}, dp {dp}: {remedy}")
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.pending import Work
+from tpkernels.exchange.tree import tree_sum
 
 from tpengine.architectures.part import Axis
 from tpengine.layout.parameters import BucketLayout
@@ -44,11 +45,14 @@ class FlatBucket:
         is_transient: has memory only while it is used; it needs a cut.
         counts_usage: ends in one more element per tensor. There a rank says whether it used the parameter, and the
             count is summed along with the gradients.
+        num_lanes: how many sums are kept apart until `join_lanes`, a power of two: those of replicas whose tokens one
+            rank's experts multiply (exact mode).
 
     Attributes:
         axes: the axes of the mesh over which it is reduced: all of its layout's, or if it is cut the first alone, of
             the replicas. What a slice lacks then is summed over the other axes by its user, of the slice alone.
-        flat: [n], the whole.
+        flat: [n], the whole; with several lanes the first.
+        lanes: [num_lanes, n], or `flat` of one.
         sums: the part of `flat` that holds tensors.
         usage: the counts behind it; empty without `counts_usage`.
         views: name -> its part of `flat`, of the parameter's shape and strides.
@@ -58,8 +62,8 @@ class FlatBucket:
         parts: by name, which elements of a tensor lie in `own`; tensors of which it has none are left out.
         own_views: by name, these elements, one dim.
 
-    Memory: n elements; a transient bucket, or one that is cut in blocks, S more. One cut in blocks has R * S more while
-        it is summed or gathered.
+    Memory: n elements a lane; a transient bucket, or one that is cut in blocks, S more. One cut in blocks has R * S
+        more while it is summed or gathered.
     """
 
     def __init__(
@@ -73,17 +77,20 @@ class FlatBucket:
         cut: BucketCut | None = None,
         is_transient: bool = False,
         counts_usage: bool = False,
+        num_lanes: int = 1,
     ) -> None:
         assert cut is not None or not is_transient, "what is not cut keeps its memory"
         self.layout, self.comm, self.cut, self.is_transient = layout, comm, cut, is_transient
         self.axes: tuple[Axis, ...] = layout.reduce_over if cut is None else layout.reduce_over[:1]
         members = [shaped[name] for name in layout.names]
         num_counts = len(members) if counts_usage else 0
-        self.flat = torch.zeros(
-            layout.numel + num_counts if cut is None else cut.numel,
+        numel = layout.numel + num_counts if cut is None else cut.numel
+        self.lanes = torch.zeros(
+            numel if num_lanes == 1 else (num_lanes, numel),
             dtype=dtype or _the_one({member.dtype for member in members}),
             device=device or _the_one({member.device for member in members}),
         )
+        self.flat = self.lanes if num_lanes == 1 else self.lanes[0]
         self.sums, self.usage = self.flat[: layout.numel + num_counts].split([layout.numel, num_counts])
         self.views: dict[str, Tensor] = {
             name: piece.as_strided(member.shape, _dense_strides(member))
@@ -115,6 +122,22 @@ class FlatBucket:
     def has_memory(self) -> bool:
         """Whether the flat tensor can be read."""
         return self.flat.untyped_storage().nbytes() > 0
+
+    @property
+    def num_lanes(self) -> int:
+        """How many sums are kept apart until `join_lanes`."""
+        return 1 if self.lanes.dim() == 1 else len(self.lanes)
+
+    def view_of(self, name: str, lane: int) -> Tensor:
+        """Return a tensor's part of a lane, of the parameter's shape and strides."""
+        view = self.views[name]
+        begin = view.storage_offset() + lane * self.flat.numel()
+        return self.lanes.as_strided(view.shape, view.stride(), begin)
+
+    def join_lanes(self) -> None:
+        """Add up the lanes into the first, in a balanced tree, as ranks that had one each would."""
+        if self.num_lanes > 1:
+            tree_sum(self.lanes.unbind(), out=self.flat)
 
     def allocate(self) -> None:
         """Give the flat tensor its memory, with any content; views of it follow."""

@@ -33,7 +33,7 @@ class BlockSums:
     """The sums of complete subtrees, for each bucket.
 
     Args:
-        flat: the buffers that micro-batches accumulate into, by bucket index.
+        flat: the buffers that micro-batches accumulate into, by bucket index: those of several lanes as one tensor.
         num_blocks: blocks of a step on this rank, a power of two.
 
     Attributes:
@@ -55,8 +55,8 @@ class BlockSums:
         """Begin a step; the buffers are zero."""
         self._ended = dict.fromkeys(self._flat, 0)
 
-    def end_block(self, index: int) -> None:
-        """Add what bucket `index` holds; after the last block it holds the total, else zeros."""
+    def end_block(self, index: int) -> bool:
+        """Add what bucket `index` holds; return whether it was the last block: then it holds the total, else zeros."""
         number, buffer = self._ended[index], self._flat[index]
         assert number < self.num_blocks, f"bucket {index} has had all its {self.num_blocks} blocks"
         self._ended[index] = number + 1
@@ -74,6 +74,7 @@ class BlockSums:
             kept.copy_(buffer)
         if not is_last:
             buffer.zero_()
+        return is_last
 
 
 class GradientBuckets:
@@ -115,9 +116,10 @@ class GradientBuckets:
         for index, bucket in buckets.items():
             self.gradients |= bucket.views
             self._bucket_of |= dict.fromkeys(bucket.views, index)
-            self._expected[index] = sum(contributions.get(name, 1) for name in bucket.views)
+            # Each lane has its own.
+            self._expected[index] = bucket.num_lanes * sum(contributions.get(name, 1) for name in bucket.views)
             self.packs |= bucket.packs
-        self.blocks = None if num_blocks is None else BlockSums(self.flat, num_blocks)
+        self.blocks = None if num_blocks is None else BlockSums(self._lanes, num_blocks)
         self._missing: dict[int, int] = {}
         self._order: list[int] = []
         self._pending: dict[int, Work] = {}
@@ -128,9 +130,10 @@ class GradientBuckets:
         """Return a bucket."""
         return self._buckets[index]
 
-    def place(self, name: str) -> tuple[Tensor, int]:
-        """Where a gradient lies: its view, and its bucket."""
-        return self.gradients[name], self._bucket_of[name]
+    def place(self, name: str, lane: int = 0) -> tuple[Tensor, int]:
+        """Where a gradient lies: its view in a lane, and its bucket."""
+        index = self._bucket_of[name]
+        return self._buckets[index].view_of(name, lane) if lane else self.gradients[name], index
 
     def has_memory(self, index: int) -> bool:
         """Whether the buffer of bucket `index` can be read."""
@@ -139,14 +142,14 @@ class GradientBuckets:
     def zero(self) -> None:
         """Begin a step: clear all gradients."""
         assert not self._pending, f"reductions of the last step were not waited for: {sorted(self._pending)}"
-        zero_all_([bucket.own if bucket.is_transient else bucket.flat for bucket in self._buckets.values()])
+        zero_all_([bucket.own if bucket.is_transient else bucket.lanes for bucket in self._buckets.values()])
         if self.blocks is not None:
             self.blocks.begin()
 
     def set_blocks(self, num_blocks: int) -> None:
         """Sum another number of blocks from now on: between steps."""
         if self.blocks is not None and num_blocks != self.blocks.num_blocks:
-            self.blocks = BlockSums(self.flat, num_blocks)
+            self.blocks = BlockSums(self._lanes, num_blocks)
 
     def arm(self, order: Sequence[int], on_start: Callable[[int], None] | None = None) -> None:
         """Expect the last contributions to the buckets `order` in the coming backward pass; reduce in that order.
@@ -188,9 +191,17 @@ class GradientBuckets:
         return self._buckets[index].start_sum(in_tree=self._in_tree)
 
     def end_block(self, index: int) -> None:
-        """End a block of micro-batches of bucket `index`, if blocks are summed; after the last it holds the total."""
-        if self.blocks is not None:
-            self.blocks.end_block(index)
+        """End a block of micro-batches of bucket `index`, if blocks are summed; after the last it holds the total.
+
+        Each lane has had as many. After the last block they are joined: as data-parallel ranks with one lane each would
+        be, before ranks are.
+        """
+        if self.blocks is not None and self.blocks.end_block(index):
+            self._buckets[index].join_lanes()
+
+    @property
+    def _lanes(self) -> dict[int, Tensor]:
+        return {index: bucket.lanes for index, bucket in self._buckets.items()}
 
     def flush(self) -> None:
         """End the backward pass, contributions missing or not: start the reductions that are left, in order."""

@@ -167,6 +167,7 @@ def exact_step_gradients(
     device: torch.device,
     sinks: Sequence[GradientSink],
     head_sinks: Sequence[GradientSink],
+    expert_sinks: Sequence[Sequence[GradientSink]] = (),
     *,
     is_cut: bool = False,
 ) -> StepGradients:
@@ -185,38 +186,47 @@ def exact_step_gradients(
         num_blocks: of them, on this replica.
         dtype, device: of the buffers.
         sinks, head_sinks: what the layers and the output head add to, one per held shard.
+        expert_sinks: what experts that ranks share add to, for each replica among these ranks one per shard.
         is_cut: every replica keeps the sums of the elements that it owns (ZeRO).
 
+    The replicas of ranks that share experts are lanes of a bucket, joined before its ranks are: replicas that are
+    neighbours in the tree of all.
+
     Memory: num_gradient_buffers(num_blocks) buffers of all gradients; those of norms, and of KV heads fewer than
-        shards, once per shard.
+        shards, once per shard; those of experts once per replica among the ranks that share them.
     """
     leaves = _Leaves(pieces, shards, tied_ends)
     shaped = {leaf: held[piece] for piece, names in leaves.of_piece.items() for leaf in names}
     # A buffer is cut as its piece, so that terms of one sum lie together.
     blocks = {
-        leaf: BlockCut.of(name, math.prod(pieces[name].block[1]), comms.dp.size)
+        leaf: BlockCut.of(name, math.prod(pieces[name].block[1]), comms.over(pieces[name].spec.reduce_over[:1]).size)
         for name, names in leaves.of_piece.items()
         for leaf in names
     }
-    made = {
-        index: FlatBucket(
-            layout,
-            shaped,
-            comms.over(layout.reduce_over),
-            dtype,
-            device,
-            cut=BucketCut(layout, comms.dp.size, blocks) if is_cut else None,
-        )
-        for index, layout in layouts.items()
-    }
+
+    def bucket_of(layout: BucketLayout) -> FlatBucket:
+        comm = comms.over(layout.reduce_over)
+        # Experts that nobody else has stay whole.
+        cut = BucketCut(layout, comm.size, blocks) if is_cut and comm.size > 1 else None
+        num_lanes = len(expert_sinks) if layout.reduce_over == ("edp",) else 1
+        return FlatBucket(layout, shaped, comm, dtype, device, cut=cut, num_lanes=num_lanes)
+
+    made = {index: bucket_of(layout) for index, layout in layouts.items()}
     buckets = GradientBuckets(made, in_tree=True, num_blocks=num_blocks)
     for gradient in buckets.gradients.values():
         assert gradient.data_ptr() % ALIGNMENT_BYTES == 0, "a library's order of sums may depend on alignment"
     for i, (sink, head_sink) in enumerate(zip(sinks, head_sinks, strict=True)):
         for to, places in ((sink, leaves.of_rank(i)), (head_sink, leaves.of_head(i))):
             to.attach({held[piece]: buckets.place(leaf) for piece, leaf in places.items()}, buckets)
+    for lane, of_shards in enumerate(expert_sinks):
+        for shard, to in enumerate(of_shards):
+            to.attach(
+                {held[piece]: buckets.place(leaf, lane) for piece, leaf in leaves.of_chunk(shard).items()}, buckets
+            )
     sums = {
-        name: own for bucket in made.values() for name, own in (bucket.own_views if is_cut else bucket.views).items()
+        name: own
+        for bucket in made.values()
+        for name, own in (bucket.views if bucket.cut is None else bucket.own_views).items()
     }
     terms = {piece: [sums[leaf] for leaf in names] for piece, names in leaves.of_piece.items() if names[0] in sums}
     of = {piece: of_piece[0] for piece, of_piece in terms.items()}
@@ -279,7 +289,13 @@ class _Leaves:
 
     def of_rank(self, i: int) -> dict[str, str]:
         """piece -> buffer, of the held shard number i, outside the head."""
-        return {name: leaf_name(p.spec.name, i) for name, p in self._pieces.items() if i in self._ranks_of(p)}
+        pieces = {name: p for name, p in self._pieces.items() if not p.spec.apart}
+        return {name: leaf_name(p.spec.name, i) for name, p in pieces.items() if i in self._ranks_of(p)}
+
+    def of_chunk(self, shard: int) -> dict[str, str]:
+        """The same of a shard of experts that ranks share."""
+        pieces = {name: p for name, p in self._pieces.items() if p.spec.apart and p.holder == shard}
+        return {name: leaf_name(p.spec.name, shard) for name, p in pieces.items()}
 
     def of_head(self, i: int) -> dict[str, str]:
         """The same of the output head."""
@@ -293,6 +309,8 @@ class _Leaves:
         return self._tied_ends and piece.spec.name == EMBEDDING
 
     def _ranks_of(self, piece: Piece) -> Iterable[int]:
-        """The held shards, counted from the first held, that have this piece."""
+        """The held shards, counted from the first held, that have this piece; of whole experts all are held."""
+        if piece.spec.apart:
+            return (piece.holder,)
         first = piece.holder - self._held.start
         return range(max(first, 0), min(first + piece.num_holders, len(self._held)))

@@ -240,6 +240,7 @@ class Communicators:
     """A communicator for each group of the mesh; None where there is none.
 
     Attributes:
+        rows_through_memory: whether rows of experts travel through ep's memory, if it has any: in fast mode.
         nccl: its version and how it is used, in words; empty over gloo.
     """
 
@@ -254,6 +255,7 @@ class Communicators:
     edp: Communicator | None = None
     pp_backward: Communicator | None = None
     nccl: str = ""
+    rows_through_memory: bool = True
 
     def over(self, axes: Sequence[str]) -> Communicator:
         """Return the ranks that one sum over these axes joins: ("dp", "tp") are those of `dp_tp`.
@@ -300,10 +302,12 @@ class Communicators:
                 timeout_seconds=exchange_seconds(config),
             )
 
+        rows_through_memory = config.train.reduction == "fast"
         tp, dp = for_matmuls(mesh.tp), for_sums(mesh.dp)
         ep, edp = (None, None) if mesh.ep is None else (tp, dp)
         if mesh.ep is not mesh.tp and mesh.ep is not None:
-            ep, edp = for_sums(mesh.ep), for_sums(mesh.edp)
+            # Exact mode's rows travel by all-to-all: of one memory no other use is made.
+            ep, edp = for_sums(mesh.ep) if rows_through_memory else Communicator(mesh.ep), for_sums(mesh.edp)
         return cls(
             tp=tp,
             pp=Communicator(mesh.pp),
@@ -317,6 +321,7 @@ class Communicators:
             edp=edp,
             pp_backward=None if mesh.pp_backward is None else Communicator(mesh.pp_backward),
             nccl=_words_of_nccl(mesh) if is_nccl() else "",
+            rows_through_memory=rows_through_memory,
         )
 
     def describe(self, mailbox: Mailbox | None) -> str:
@@ -338,7 +343,8 @@ class Communicators:
         if others:
             parts.append(f"{', '.join(others)} by {dist.get_backend()}")
         if self.ep is not None:
-            way = f"all to all by {dist.get_backend()}" if self.ep.arena is None else "through shared memory"
+            is_in_memory = self.rows_through_memory and self.ep.arena is not None
+            way = "through shared memory" if is_in_memory else f"all to all by {dist.get_backend()}"
             parts.append(f"rows of experts {way}, whose numbers the host waits for once a layer")
         if self.nccl:
             parts.append(self.nccl)

@@ -18,7 +18,7 @@ of telling each other. What their backward has is a part of each gradient: see r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -110,10 +110,15 @@ class ExpertNetworks(nn.Module):
         self.up_proj = ExpertWeight(num_experts, ffn_size, hidden_size, rows, comm, **options)
         self.down_proj = ExpertWeight(num_experts, hidden_size, ffn_size, columns, comm, **options)
 
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gate, up and down. They may be computed: read them once."""
+        return self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+
     def forward(self, xs: Tensor, offsets: Tensor) -> Tensor:
         """Xs[R, D] -> Ys[R, D]."""
-        # A weight may be computed: read it once. It gets the gradient, also where autocast multiplies a copy.
-        weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        # They get the gradient, also where autocast multiplies copies.
+        weights = self.weights
         xs, *operands = lowered(xs, *weights)
         for weight in weights:
             check_reaches(self.sink, weight, "an expert's weight")
@@ -123,6 +128,64 @@ class ExpertNetworks(nn.Module):
         gate, up, down = operands
         h, _ = grouped_swiglu_forward(xs, gate, up, offsets, False, fixed=self.fixed)
         return grouped_matmul_forward(h, down, offsets, fixed=self.fixed)
+
+    def multiplied(self, xs: Tensor, offsets: Tensor, operands: Sequence[Tensor] = ()) -> tuple[Tensor, Multiplied]:
+        """Return Ys[R, D], and what `gradients` needs of it, outside autograd.
+
+        Args:
+            xs, offsets: as forward.
+            operands: what is multiplied by, where these are not the weights themselves.
+        """
+        gate, up, down = operands or self.weights
+        h, gu = grouped_swiglu_forward(xs, gate, up, offsets, True, fixed=self.fixed)
+        return grouped_matmul_forward(h, down, offsets, fixed=self.fixed), Multiplied(h, gu)
+
+    def gradients(
+        self,
+        dys: Tensor,
+        xs: Tensor,
+        multiplied: Multiplied,
+        offsets: Tensor,
+        sink: GradientSink,
+        trained: Sequence[bool],
+        operands: Sequence[Tensor] = (),
+        weights: Sequence[Tensor] = (),
+        *,
+        needs_dx: bool,
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """Return dXs[R, D], or None, and what the sink returns for the three weights, of dYs[R, D].
+
+        Args:
+            xs, multiplied, offsets, operands: of `multiplied`.
+            sink: where weight gradients go, now or in the weight half.
+            trained: which of the weights have one.
+            weights: which get them; default these.
+        """
+        gate, up, down = operands or self.weights
+        dxs = dg = du = None
+        if needs_dx or trained[0] or trained[1]:
+            dh = grouped_matmul_forward(dys, down, offsets, transposed=True, fixed=self.fixed)
+            dxs, dgu = grouped_swiglu_backward(
+                dh, multiplied.gu, gate, up, offsets, needs_dx=needs_dx, fixed=self.fixed
+            )
+            dg, du = dgu.chunk(2, dim=1)
+        # wgrad, now or in the weight half: the sink decides. Frozen projections have none.
+        dws: list[Tensor | None] = []
+        pairs = ((dg, xs), (du, xs), (dys, multiplied.h))
+        for weight, (dy, x), is_trained in zip(weights or self.weights, pairs, trained, strict=True):
+            if not is_trained:
+                dws.append(None)
+                continue
+            assert dy is not None, "what is trained has its operands"
+            dws.append(sink.grouped_weight_grad(weight, dy, x, offsets, fixed=self.fixed))
+        return dxs, dws
+
+
+class Multiplied(NamedTuple):
+    """What experts' backward needs beside their rows: H[R, F/tp] and GU[R, 2F/tp]."""
+
+    h: Tensor
+    gu: Tensor
 
 
 class _Experts(torch.autograd.Function):
@@ -139,31 +202,30 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any, xs: Tensor, offsets: Tensor, operands: Sequence[Tensor], experts: ExpertNetworks, *weights: Tensor
     ) -> Tensor:
-        gate, up, down = operands
-        fixed = experts.fixed
-        h, gu = grouped_swiglu_forward(xs, gate, up, offsets, True, fixed=fixed)
+        ys, multiplied = experts.multiplied(xs, offsets, operands)
         # What is multiplied: the weights themselves, so that autograd notices a write, or autocast's copies.
         kept = [w if w.dtype == of.dtype else of for w, of in zip(weights, operands, strict=True)]
-        ctx.save_for_backward(xs, offsets, h, gu, *kept)
+        ctx.save_for_backward(xs, offsets, *multiplied, *kept)
         ctx.experts, ctx.weights = experts, weights
-        return grouped_matmul_forward(h, down, offsets, fixed=fixed)
+        return ys
 
     @staticmethod
     def backward(ctx: Any, dys: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("a mixture of experts")
-        xs, offsets, h, gu, gate, up, down = ctx.saved_tensors
+        xs, offsets, h, gu, *operands = ctx.saved_tensors
         needs_dx, trained = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        sink, fixed, dys = ctx.experts.sink, ctx.experts.fixed, dys.contiguous()
-        dxs = dg = du = None
-        if needs_dx or trained[0] or trained[1]:
-            dh = grouped_matmul_forward(dys, down, offsets, transposed=True, fixed=fixed)
-            dxs, dgu = grouped_swiglu_backward(dh, gu, gate, up, offsets, needs_dx=needs_dx, fixed=fixed)
-            dg, du = dgu.chunk(2, dim=1)
-        # wgrad, now or in the weight half: the sink decides. Frozen projections have none.
-        dws = [
-            sink.grouped_weight_grad(weight, dy, x, offsets, fixed=fixed) if is_trained else None
-            for weight, dy, x, is_trained in zip(ctx.weights, (dg, du, dys), (xs, xs, h), trained, strict=True)
-        ]
+        experts, of_weights = ctx.experts, ctx.weights
+        dxs, dws = experts.gradients(
+            dys.contiguous(),
+            xs,
+            Multiplied(h, gu),
+            offsets,
+            experts.sink,
+            trained,
+            operands,
+            of_weights,
+            needs_dx=needs_dx,
+        )
         return dxs, None, None, None, *dws
 
 
@@ -237,7 +299,7 @@ class ExpertMixture(nn.Module):
 
     Args:
         hidden_size, shared_size, shared_gated: as MixtureOfExperts.
-        gate, experts: the parts.
+        gate, experts: the parts; no experts where they lie apart (chunked_experts.py).
         comm: of the score that gates the shared network; `inside` of that network itself.
         gathers_again, options: of the shared network, and of both.
     """
@@ -246,7 +308,7 @@ class ExpertMixture(nn.Module):
         self,
         hidden_size: int,
         gate: Router,
-        experts: ExpertNetworks,
+        experts: ExpertNetworks | None,
         comm: Communicator,
         inside: Communicator,
         *,
@@ -264,6 +326,12 @@ class ExpertMixture(nn.Module):
             if shared_gated:
                 self.shared_expert_gate = TokenScores(hidden_size, 1, comm, **options)
 
+    @property
+    def networks(self) -> ExpertNetworks:
+        """The experts that are here."""
+        assert self.experts is not None, "who has experts apart joins what they make"
+        return self.experts
+
     def shared(self, x: Tensor) -> Tensor:
         """Return what every token gets, y[T, D], partial(tp) if `inside` sums nothing."""
         assert self.shared_expert is not None
@@ -276,7 +344,7 @@ class ExpertMixture(nn.Module):
 
     def check(self, x: Tensor) -> None:
         """Raise ValueError, on all ranks of an arena, unless x[T/tp, D] fits."""
-        dtype, hidden = self.experts.down_proj.weight.dtype, self.gate.weight.shape[1]
+        dtype, hidden = self.gate.weight.dtype, self.gate.weight.shape[1]
         is_lowered = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         if x.dim() != 2 or x.shape[1] != hidden or (x.dtype != dtype and not is_lowered):
             self.comm.refuse(
@@ -314,6 +382,7 @@ class MixtureOfExperts(ExpertMixture):
         shared_size: width of the network that every token goes through; 0 for none.
         shared_gated: whether its output is multiplied by a score of the token.
         gathers_again: of the shared network, as ColumnParallelLinear.
+        apart: whether it has all but the experts' networks: who has them calls `gate` and `joined` (model/exact.py).
 
     Shape: x [T/tp, D], y [T/tp, D].
 
@@ -341,6 +410,7 @@ class MixtureOfExperts(ExpertMixture):
         shared_gated: bool = False,
         sink: GradientSink | None = None,
         gathers_again: bool = False,
+        apart: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -348,7 +418,7 @@ class MixtureOfExperts(ExpertMixture):
         super().__init__(
             hidden_size,
             Router(hidden_size, num_experts, rule, comm, has_bias=has_bias, **options),
-            ExpertNetworks(hidden_size, ffn_size, num_experts, comm, **options),
+            None if apart else ExpertNetworks(hidden_size, ffn_size, num_experts, comm, **options),
             comm,
             _inside(comm),
             shared_size=shared_size,
@@ -365,11 +435,14 @@ class MixtureOfExperts(ExpertMixture):
         x = self._gathered(x)
         # Each token to its experts, and back.
         routed: Routed = self.gate(x)
-        y = combined(self.experts(rows_of(x, routed), routed.offsets), routed)
-        if self.shared_expert is not None:
-            y = y + self.shared(x)
+        ys = self.networks(rows_of(x, routed), routed.offsets)
         # One sum for all.
-        return self._summed(y)
+        return self._summed(self.joined(x, ys, routed))
+
+    def joined(self, x: Tensor, ys: Tensor, routed: Routed) -> Tensor:
+        """Return Y[T, D], partial(tp), of all tokens X[T, D] and what their experts made of their rows, Ys[R, D]."""
+        y = combined(ys, routed)
+        return y if self.shared_expert is None else y + self.shared(x)
 
     def _gathered(self, x: Tensor) -> Tensor:
         return x if isinstance(self.comm, ShardCommunicator | WholeRows) else gather(x, self.comm)

@@ -149,9 +149,9 @@ class SpreadExperts(ExpertMixture):
         comm, routed = self.experts_comm, self.gate(x)
         routes = once(lambda: _routes_of(routed, comm))
         if not is_recorded():
-            ys = self.experts(rows_to_experts(x, routes, comm), routes.offsets)
+            ys = self.networks(rows_to_experts(x, routes, comm), routes.offsets)
             return combine_forward(rows_to_tokens(ys, routes, comm), routes.places, routes.weights)
-        ys = self.experts(_Dispatched.apply(x, routes, comm), routes.offsets)
+        ys = self.networks(_Dispatched.apply(x, routes, comm), routes.offsets)
         y: Tensor = _SpreadCombined.apply(ys, routed.weights, routes, comm)
         return y
 

@@ -47,6 +47,7 @@ class ParameterSpec:
         behind: the parameter behind which it lies, where one product reads both as one matrix; empty for none.
         has_gradient: False for the bias of a router, in at least float32, which counts of tokens move (train.balance).
         ep: how many ranks of a stage its first dim, of experts, is cut over, where these are more than tp; else 0.
+        apart: the same in exact mode, where each expert is cut into shards besides, of which a rank has all; else 0.
     """
 
     name: str
@@ -60,6 +61,7 @@ class ParameterSpec:
     behind: str = field(default="", repr=False)
     has_gradient: bool = field(default=True, repr=False)
     ep: int = field(default=0, repr=False)
+    apart: int = field(default=0, repr=False)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -74,7 +76,7 @@ class ParameterSpec:
         seen its T/tp tokens, or, as a norm of heads, its own heads: dp and tp. A replicated KV shard has seen its
         rank's query heads: dp and the replicas. Experts of more ranks than tp have seen all tokens of theirs: edp.
         """
-        if self.ep:
+        if self.ep or self.apart:
             return ("edp",)
         if self.over is not None:
             return self.over
@@ -82,16 +84,21 @@ class ParameterSpec:
             return ("dp", "tp")
         return ("dp", "replica") if self.replicas > 1 else ("dp",)
 
-    def block(self, tp: int, tp_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def block(self, tp: int, tp_rank: int, part: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (offset, size) of the block of the global tensor that tp rank `tp_rank` of `tp` holds.
 
         Of experts that are cut over ep ranks these are meant.
+
+        Args: part: of experts that lie `apart`, which of these ranks is meant.
         """
         offset, size = [0] * len(self.shape), list(self.shape)
         if self.shard_dim is not None:
             num_shards = tp // self.replicas
             size[self.shard_dim] //= num_shards
             offset[self.shard_dim] = (tp_rank // self.replicas) * size[self.shard_dim]
+        if self.apart:
+            size[0] //= self.apart
+            offset[0] = part * size[0]
         return tuple(offset), tuple(size)
 
     def local_numel(self, tp: int) -> int:
@@ -114,17 +121,19 @@ class Piece:
         spec: the parameter, from the table of `tp`.
         tp: over how many ranks the table cuts: the real ones, or exact mode's shards; the ep ones that share experts.
         holder: the first of them that holds this shard.
+        part: of experts that lie apart (exact mode), which of the ranks that share them has these.
     """
 
     name: str
     spec: ParameterSpec
     tp: int
     holder: int
+    part: int = 0
 
     @property
     def block(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offset, size) in the global tensor."""
-        return self.spec.block(self.tp, self.holder)
+        return self.spec.block(self.tp, self.holder, self.part)
 
     @property
     def num_holders(self) -> int:
@@ -139,6 +148,10 @@ def pieces_of(spec: ParameterSpec, tp: int, held: range, ep_rank: int = 0) -> tu
     """
     if spec.ep:
         return (Piece(spec.name, spec, spec.ep, ep_rank),)
+    if spec.apart:
+        # All shards, of some experts.
+        pieces = pieces_of(replace(spec, apart=0), tp, range(tp))
+        return tuple(replace(piece, spec=spec, part=ep_rank) for piece in pieces)
     num_holders = tp if spec.shard_dim is None else spec.replicas
     shards = sorted({rank // num_holders for rank in held})
     if len(held) == 1 or spec.shard_dim is None:
@@ -150,7 +163,7 @@ def all_pieces(spec: ParameterSpec, tp: int) -> tuple[Piece, ...]:
     """The shards of one parameter that all ranks together hold, each once."""
     if spec.ep:
         return tuple(Piece(spec.name, spec, spec.ep, ep_rank) for ep_rank in range(spec.ep))
-    return pieces_of(spec, tp, range(tp))
+    return tuple(piece for part in range(max(1, spec.apart)) for piece in pieces_of(spec, tp, range(tp), part))
 
 
 def hf_name(name: str) -> str:
@@ -179,22 +192,28 @@ def embedding_spec(model: ModelConfig, tp: int) -> ParameterSpec:
 
 
 @functools.lru_cache(maxsize=4096)
-def layer_specs(model: ModelConfig, tp: int, layer: int, ep: int = 1) -> tuple[ParameterSpec, ...]:
-    """Parameters of one block in the order of their use in forward."""
+def layer_specs(
+    model: ModelConfig, tp: int, layer: int, ep: int = 1, in_chunks: bool = False
+) -> tuple[ParameterSpec, ...]:
+    """Parameters of one block in the order of their use in forward; arguments as stage_specs."""
     specs: list[ParameterSpec] = []
     for part_name, part in architecture_of(model).block(model, layer).items():
-        specs += _part_specs(model, tp, f"layers.{layer}.{part_name}", part, ep)
+        specs += _part_specs(model, tp, f"layers.{layer}.{part_name}", part, ep, in_chunks)
     return tuple(specs)
 
 
-def _part_specs(model: ModelConfig, tp: int, prefix: str, part: Part, ep: int = 1) -> Iterator[ParameterSpec]:
+def _part_specs(
+    model: ModelConfig, tp: int, prefix: str, part: Part, ep: int = 1, in_chunks: bool = False
+) -> Iterator[ParameterSpec]:
     """Yield a part's parameters, each as its rule has it, with what the part says of it besides."""
     behind = part.behind()
     for name, shape in part.shapes(model).items():
         spec = _spec(model, tp, f"{prefix}.{name}", shape, part.first_value(name))
         before = f"{prefix}.{behind[name]}" if name in behind else ""
         spec = replace(spec, over=part.reduce_over(name), behind=before, has_gradient=part.has_gradient(name))
-        if ep > 1 and part.counts_experts(name):
+        if ep > 1 and part.counts_experts(name) and in_chunks:
+            spec = replace(spec, apart=ep)
+        elif ep > 1 and part.counts_experts(name):
             # Whole experts, whatever the rule cuts inside each. Over tp they lie as any other shard does.
             spec = replace(spec, shard_dim=0, replicas=1, ep=ep if ep != tp else 0)
         yield spec
@@ -217,14 +236,18 @@ def _spec(model: ModelConfig, tp: int, name: str, shape: tuple[int, ...], first:
     )
 
 
-def stage_specs(model: ModelConfig, tp: int, first: int, last: int, ep: int = 1) -> tuple[ParameterSpec, ...]:
+def stage_specs(
+    model: ModelConfig, tp: int, first: int, last: int, ep: int = 1, *, in_chunks: bool = False
+) -> tuple[ParameterSpec, ...]:
     """Parameters that the stage of layers [first, last) holds, in the order of their first use in forward.
 
     The stage of layer 0 holds the embedding, that of the last layer the final norm and the head. Tied embeddings
     have no `lm_head.weight`: the last stage holds a copy of `embed_tokens.weight`, or, if it is also the first
     stage, the same tensor.
 
-    Args: ep: ranks that share experts (parallel.ep); with 1 each expert is cut over tp.
+    Args:
+        ep: ranks that share experts (parallel.ep); with 1 each expert is cut over tp.
+        in_chunks: such a rank has whole experts as all shards of the table of `tp` (exact mode).
     """
     specs: list[ParameterSpec] = []
     embedding, ends = embedding_spec(model, tp), architecture_of(model).ends(model)
@@ -232,7 +255,7 @@ def stage_specs(model: ModelConfig, tp: int, first: int, last: int, ep: int = 1)
         specs.append(embedding)
         specs += [_spec(model, tp, POSITIONS, shape) for shape in ends.positions(model).values()]
     for layer in range(first, last):
-        specs.extend(layer_specs(model, tp, layer, ep))
+        specs.extend(layer_specs(model, tp, layer, ep, in_chunks))
     if last == model.num_layers:
         specs += _part_specs(model, tp, "norm", ends.norm)
         if not model.tie_embeddings:
@@ -426,7 +449,8 @@ def exact_gradients(
         )
         for spec in specs
         for head in (embedding_uses if spec.name == EMBEDDING else (False,))
-        for rank in range(num_held)
+        # Whole experts are there with all their shards.
+        for rank in range(num_shards if spec.apart else num_held)
     )
 
 

@@ -18,11 +18,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
+from tpengine.config.exact_sizes import BLOCK as BLOCK
 from tpengine.config.settings import round_up
 from tpengine.layout.parameters import ALIGNMENT_BYTES, BucketLayout
 
-# In exact mode slices of a tensor begin at multiples of so many elements: gradient norms add up in such blocks.
-BLOCK = 1024
 # Every slice begins at a cache line, in float32 and wider.
 _ALIGNMENT = ALIGNMENT_BYTES // 4
 

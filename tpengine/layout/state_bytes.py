@@ -171,28 +171,42 @@ def _exact(config: Config, layout: Layout, rank: int, replica: int) -> _Elements
     numels = {piece.spec.name: math.prod(piece.block[1]) for piece in pieces}
     trained, frozen = _split(config, pieces)
     numel = _numel(pieces)
-    gradients = num_gradient_buffers(num_blocks(config) // layout.dp) * sum(bucket.numel for bucket in buckets)
+    of_all = sum(layout.num_lanes(bucket) * bucket.numel for bucket in buckets)
+    gradients = num_gradient_buffers(num_blocks(config) // layout.dp) * of_all
     if not layout.zero:
         return _Elements(numel, gradients, _numel(trained))
+    # Experts that nobody else has are whole, whatever the stage.
+    replicas = {piece.spec.name: layout.replicas_over(piece.spec.reduce_over) for piece in pieces}
+    alone = [piece for piece in trained if replicas[piece.spec.name] == 1]
     cuts, of_frozen = (
-        [BlockCut.of(piece.name, numels[piece.spec.name], layout.dp) for piece in of] for of in (trained, frozen)
+        {
+            piece.name: (BlockCut.of(piece.name, numels[name], replicas[name]), replica * replicas[name] // layout.dp)
+            for piece in of
+            if replicas[name := piece.spec.name] > 1
+        }
+        for of in (trained, frozen)
     )
-    owned = sum(cut.owned_by(replica).stop - cut.owned_by(replica).start for cut in cuts)
-    own = sum(cut.size for cut in (*cuts, *(of_frozen if layout.zero == ZERO_OF_SLICED_WEIGHTS else ())))
+    owned = sum(cut.owned_by(of).stop - cut.owned_by(of).start for cut, of in cuts.values()) + _numel(alone)
+    is_cut_too = layout.zero == ZERO_OF_SLICED_WEIGHTS
+    own = sum(cut.size for cut, _ in (*cuts.values(), *(of_frozen.values() if is_cut_too else ())))
     of_buffers = sum(
-        BlockCut.of(leaf, numels[leaf_parts(leaf)[0]], layout.dp).size for bucket in buckets for leaf in bucket.names
+        BlockCut.of(leaf, numels[name], replicas[name]).size
+        for bucket in buckets
+        for leaf in bucket.names
+        if replicas[name := leaf_parts(leaf)[0]] > 1
     )
-    whole = _num_without_gradient(pieces) if layout.zero == ZERO_OF_SLICED_WEIGHTS else numel
-    return _Elements(whole + own, gradients + of_buffers, owned)
+    is_whole = [piece for piece in pieces if piece.name not in {**cuts, **of_frozen}]
+    return _Elements((_numel(is_whole) if is_cut_too else numel) + own, gradients + of_buffers, owned)
 
 
 def _pieces(config: Config, layout: Layout, rank: int) -> list[Piece]:
-    table_size = num_shards_of(config) if config.train.reduction == "exact" else layout.tp
+    is_exact = config.train.reduction == "exact"
+    table_size = num_shards_of(config) if is_exact else layout.tp
     held = range(table_size // layout.tp)
     # Tied embeddings of a rank that holds both ends occur twice and are one parameter.
     specs = {
         spec.name: spec
         for layers in layout.layers_of(rank)
-        for spec in stage_specs(config.model, table_size, *layers, layout.ep)
+        for spec in stage_specs(config.model, table_size, *layers, layout.ep, in_chunks=is_exact)
     }
     return [piece for spec in specs.values() for piece in pieces_of(spec, table_size, held)]

@@ -94,7 +94,15 @@ class Layout:
 
     def num_replicas(self, bucket: BucketLayout) -> int:
         """How many ranks hold what a bucket is of, those of other tp ranks not counted; ZeRO cuts it over them."""
-        return self.dp * self.tp // self.ep if bucket.reduce_over[:1] == ("edp",) else self.dp
+        return self.replicas_over(bucket.reduce_over)
+
+    def replicas_over(self, axes: Sequence[Axis]) -> int:
+        """How many ranks the first of a gradient's axes joins: replicas, or those that hold the same experts."""
+        return self.dp * self.tp // self.ep if axes[:1] == ("edp",) else self.dp
+
+    def num_lanes(self, bucket: BucketLayout) -> int:
+        """How many replicas' gradients a rank adds up apart in exact mode: those whose tokens its experts get."""
+        return max(1, self.ep // self.tp) if bucket.reduce_over[:1] == ("edp",) else 1
 
     def replica_of(self, bucket: BucketLayout, dp_index: int) -> int:
         """Which of those the ranks of a replica are."""
@@ -283,7 +291,7 @@ def _buffers(
     shares_ends = model.tie_embeddings and last > 0 and ranks[0] == ranks[last]
     found: dict[tuple[int, ...], tuple[Gradient, ...]] = {}
     for chunk, (begin, end) in enumerate(layers):
-        everyone = stage_specs(model, table_size, begin, end, config.parallel.ep)
+        everyone = stage_specs(model, table_size, begin, end, config.parallel.ep, in_chunks=exact)
         specs = tuple(spec for spec in everyone if takes(spec.name))
         if exact:
             # Each use of tied embeddings on one rank has buffers of its own, filled by the chunk that uses it.

@@ -34,8 +34,10 @@ from tpkernels.derivatives import differentiable_once
 from tpkernels.exchange.communicator import Communicator
 
 from tpengine.layers.bias import LearnedPositions
+from tpengine.layers.chunked_experts import ChunkedExperts
 from tpengine.layers.collectives import ShardCommunicator
 from tpengine.layers.column import ColumnParallelLinear
+from tpengine.layers.experts import MixtureOfExperts
 from tpengine.layers.norm import Norm
 from tpengine.layers.placement import SaysPlacements, check_tokens
 from tpengine.layers.prepared_weights import Contents
@@ -290,6 +292,29 @@ class ExactWidthNormed(ExactMatmuls):
         qkvs = [layer.projected(of, *arguments) for layer, of in zip(layers, inputs, strict=True)]
         normed = norm_over_ranks(qkvs, [(layer.q_norm, layer.k_norm) for layer in layers], self.cut.comm)
         return [layer.attended(qkv, *arguments) for layer, qkv in zip(layers, normed, strict=True)]
+
+
+class ExactExperts(ExactMatmuls):
+    """Experts whose whole networks lie on ranks that share them: all held shards' rows travel at once.
+
+    Args:
+        shards: all shards.
+        layers: router, shared network and sums of each held shard.
+        chunks: the networks, of which each shard is one chunk.
+    """
+
+    def __init__(self, shards: Shards, layers: Sequence[MixtureOfExperts], chunks: ChunkedExperts) -> None:
+        super().__init__(shards, layers, collect)
+        self.chunks = chunks
+
+    def outputs(self, inputs: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+        """See ExactLayer.outputs."""
+        layers: list[Any] = list(self.shards.values())
+        for layer, x in zip(layers, inputs, strict=True):
+            layer.check(x)
+        routed = [layer.gate(x) for layer, x in zip(layers, inputs, strict=True)]
+        made = self.chunks(inputs, routed)
+        return [layer.joined(*each) for layer, *each in zip(layers, inputs, made, routed, strict=True)]
 
 
 class ExactNorm(HeldShards):

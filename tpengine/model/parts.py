@@ -23,9 +23,10 @@ from tpengine.architectures import describe
 from tpengine.config import ModelConfig
 from tpengine.layers.attention import Attention
 from tpengine.layers.bias import LearnedPositions
+from tpengine.layers.chunked_experts import ChunkedExperts
 from tpengine.layers.column import ColumnParallelLinear
 from tpengine.layers.dropout import Dropout
-from tpengine.layers.experts import MixtureOfExperts
+from tpengine.layers.experts import ExpertNetworks, MixtureOfExperts
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.mlp import FeedForward
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
@@ -34,7 +35,9 @@ from tpengine.layers.scores import Rotation, Scores
 from tpengine.layers.spread_experts import SpreadExperts
 from tpengine.layers.vocabulary import VocabParallelEmbedding
 from tpengine.layers.width_norm import WidthNorm
+from tpengine.layout.parameters import Piece
 from tpengine.model.exact import (
+    ExactExperts,
     ExactLayer,
     ExactMatmuls,
     ExactNorm,
@@ -56,11 +59,13 @@ class Parts(Protocol):
         table_size: over how many ranks the parameter table cuts.
         held: those of them that this rank is.
         experts_comm: the ranks that share experts (parallel.ep); None where each expert is cut over tp.
+        is_exact: whether it makes exact mode's layers.
     """
 
     model: ModelConfig
     tp: Communicator
     experts_comm: Communicator | None
+    is_exact: bool
 
     @property
     def table_size(self) -> int: ...
@@ -71,8 +76,8 @@ class Parts(Protocol):
     def positions(self) -> LearnedPositions | ExactPositions: ...
     def head(self, num_embeddings: int, tied_to: nn.Module | None) -> nn.Module: ...
 
-    def module_name(self, name: str, holder: int) -> str:
-        """The name in the model's modules of the shard of parameter `name` that the table's rank `holder` holds."""
+    def module_name(self, piece: Piece) -> str:
+        """The name in the model's modules of a piece of the parameter table."""
 
 
 _NORMS = {"rms": RMSNorm, "rms_offset": OffsetRMSNorm, "layer": LayerNorm}
@@ -152,6 +157,7 @@ class FastParts:
         device: torch.device | str | None = None,
     ) -> None:
         self.model, self.tp, self.replicas, self.whose = model, tp, replicas, attention
+        self.is_exact = False
         self.experts_comm = experts_comm
         # What every layer with weights takes.
         self.options: dict[str, Any] = dict(sink=sink, dtype=dtype, device=device)
@@ -199,9 +205,9 @@ class FastParts:
             head.weight = tied_to.weight
         return head
 
-    def module_name(self, name: str, holder: int) -> str:
+    def module_name(self, piece: Piece) -> str:
         """The table's own names are the modules'."""
-        return name
+        return piece.spec.name
 
 
 class ExactParts:
@@ -210,7 +216,9 @@ class ExactParts:
     Args:
         model: sizes.
         shards: all V shards, and which of them this rank holds.
+        experts_comm: the ranks that share experts; None where each expert is cut over tp.
         sinks: one per held shard.
+        expert_sinks: of experts that ranks share, for each replica among these ranks one per shard.
         head_sinks: those of the output head, which must not add to what a tied embedding's lookup adds to.
         dtype, device: as ColumnParallelLinear.
     """
@@ -220,13 +228,16 @@ class ExactParts:
         model: ModelConfig,
         shards: Shards,
         *,
+        experts_comm: Communicator | None = None,
         sinks: Sequence[GradientSink] | None = None,
+        expert_sinks: Sequence[Sequence[GradientSink]] | None = None,
         head_sinks: Sequence[GradientSink] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.model, self.tp, self.shards = model, shards.comm, shards
-        self.experts_comm: Communicator | None = None
+        self.model, self.tp, self.shards, self.is_exact = model, shards.comm, shards, True
+        self.experts_comm, self.expert_sinks = experts_comm, expert_sinks
+        self.options: dict[str, Any] = dict(dtype=dtype, device=device)
 
         def of_each(sinks: Sequence[GradientSink] | None) -> list[FastParts]:
             sink_of: Sequence[GradientSink | None] = sinks or [None] * len(shards.held)
@@ -275,11 +286,16 @@ class ExactParts:
         heads = [parts.head(num_embeddings, table) for parts, table in zip(self._each_head, tables, strict=True)]
         return ExactMatmuls(self.shards, heads, stacked)
 
-    def module_name(self, name: str, holder: int) -> str:
-        """Return the name of a piece in its first shard here: layers.0.mlp.shards.5.up_proj.weight."""
-        path = name.split(".")
+    def module_name(self, piece: Piece) -> str:
+        """Return the name of a piece in its first shard here: layers.0.mlp.shards.5.up_proj.weight.
+
+        Of experts that ranks share: layers.0.mlp.chunks.5.up_proj.weight.
+        """
+        path = piece.spec.name.split(".")
         layer = 3 if path[0] == "layers" else 1
-        return ".".join([*path[:layer], "shards", str(max(holder, self.held.start)), *path[layer:]])
+        if piece.spec.apart:
+            return ".".join([*path[:layer], "chunks", str(piece.holder), *path[layer + 1 :]])
+        return ".".join([*path[:layer], "shards", str(max(piece.holder, self.held.start)), *path[layer:]])
 
 
 # What parts name as what makes their layers, and their exact forms.
@@ -339,18 +355,43 @@ def feed_forward(part: describe.FeedForward, parts: FastParts, dropout: Dropout 
 
 def experts(part: describe.Experts, parts: FastParts, dropout: Dropout | None) -> nn.Module:
     """x[T/tp, D] -> x[T/tp, D]; nothing is dropped inside (config/rules.py)."""
-    rule = ChoiceRule(part.top_k, part.scoring, part.normalize, part.scale, part.num_groups, part.top_groups)
-    options: dict[str, Any] = dict(
+    sizes = parts.model.hidden_size, part.ffn_size, part.num_experts
+    if parts.experts_comm is not None:
+        return SpreadExperts(*sizes, _rule_of(part), parts.tp, parts.experts_comm, **_mixture_options(part, parts))
+    return MixtureOfExperts(*sizes, _rule_of(part), parts.tp, **_mixture_options(part, parts))
+
+
+def _rule_of(part: describe.Experts) -> ChoiceRule:
+    return ChoiceRule(part.top_k, part.scoring, part.normalize, part.scale, part.num_groups, part.top_groups)
+
+
+def _mixture_options(part: describe.Experts, parts: FastParts) -> dict[str, Any]:
+    return dict(
         has_bias=part.has_bias,
         shared_size=part.shared_size,
         shared_gated=part.shared_gated,
         gathers_again=parts.gathers_again,
         **parts.options,
     )
-    sizes = parts.model.hidden_size, part.ffn_size, part.num_experts
-    if parts.experts_comm is not None:
-        return SpreadExperts(*sizes, rule, parts.tp, parts.experts_comm, **options)
-    return MixtureOfExperts(*sizes, rule, parts.tp, **options)
+
+
+def exact_experts(part: describe.Experts, parts: ExactParts, dropout: Dropout | None) -> nn.Module:
+    """As experts: each expert cut over the shards; where ranks share them, all chunks of whole ones on one rank."""
+    comm, shards = parts.experts_comm, parts.shards
+    if comm is None:
+        return exact_products(part, parts, dropout)
+    hidden, num_own = parts.model.hidden_size, part.num_experts // comm.size
+    layers = [
+        MixtureOfExperts(
+            hidden, part.ffn_size, part.num_experts, _rule_of(part), each.tp, apart=True, **_mixture_options(part, each)
+        )
+        for each in parts.each
+    ]
+    chunks = {
+        str(shard): ExpertNetworks(hidden, part.ffn_size, num_own, shards.ranks_of(shard), **parts.options)
+        for shard in range(shards.size)
+    }
+    return ExactExperts(shards, layers, ChunkedExperts(chunks, shards.comm, comm, parts.expert_sinks))
 
 
 def exact_norm(part: describe.Norm, parts: ExactParts, dropout: Dropout | None = None) -> ExactNorm:

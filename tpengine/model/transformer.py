@@ -94,7 +94,11 @@ class Transformer(nn.Module):
             self.lm_head = parts.head(vocab, self.embed_tokens if model.tie_embeddings else None)
         experts = parts.experts_comm
         self.ep, ep_rank = (1, 0) if experts is None else (experts.size, experts.rank)
-        specs = [spec for chunk in self.chunks for spec in stage_specs(model, parts.table_size, *chunk, self.ep)]
+        specs = [
+            spec
+            for chunk in self.chunks
+            for spec in stage_specs(model, parts.table_size, *chunk, self.ep, in_chunks=parts.is_exact)
+        ]
         # A tied embedding of a rank that holds both ends comes up at both, and is one parameter.
         self.pieces: dict[str, Piece] = {
             piece.name: piece for spec in specs for piece in pieces_of(spec, parts.table_size, parts.held, ep_rank)
@@ -208,7 +212,7 @@ class Transformer(nn.Module):
     def _held_pieces(self) -> dict[str, Parameter]:
         """The parameters by piece; layers and table must agree on each one's name, shape and how it lies over tp."""
         modules, placed = dict(self.named_parameters()), placements_of(self)
-        names = {name: self.parts.module_name(p.spec.name, p.holder) for name, p in self.pieces.items()}
+        names = {name: self.parts.module_name(p) for name, p in self.pieces.items()}
         held = {module: (tuple(p.shape), placed[p].dim, placed[p].num_sharing) for module, p in modules.items()}
         table = {names[name]: (p.block[1], p.spec.shard_dim, p.spec.replicas) for name, p in self.pieces.items()}
         differing = sorted(map(str, held.items() ^ table.items()))

@@ -75,8 +75,8 @@ class ExpertLoads:
             micro_batches=range(mesh.at.dp * num_own, (mesh.at.dp + 1) * num_own),
             num_micro_batches=mesh.shape.dp * num_own,
             has_loss=train.balance == "loss",
-            # Where ranks share experts each tp rank routes its own tokens, else all of its replica's.
-            parts=None if comms.ep is None or comms.tp.size == 1 else comms.tp,
+            # Where ranks share experts each tp rank routes its own tokens, else, and in exact mode, its replica's.
+            parts=None if comms.ep is None or comms.tp.size == 1 or model.parts.is_exact else comms.tp,
             device=state.rank.device,
         )
         moved, biases = moved_of(config), {}

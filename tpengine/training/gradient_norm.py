@@ -54,9 +54,11 @@ class GradientNorm:
         self._device, self._exact = device, exact
         self._largest = torch.finfo(accumulation_dtype(next(iter(model.held.values())).dtype)).max
         table_size, held = model.parts.table_size, model.parts.held
-        specs = stage_specs(model.model, table_size, 0, model.model.num_layers, model.ep)
+        # Exact mode's blocks are those of whole shards, whoever has which experts of them.
+        ep = 1 if exact else model.ep
+        specs = stage_specs(model.model, table_size, 0, model.model.num_layers, ep)
         everyone = [all_pieces(spec, table_size) for spec in specs]
-        most = max(table_size, model.ep)
+        most = max(table_size, ep)
         first_place = {spec.name: i * most for i, spec in enumerate(specs)}
         self.num_places = len(specs) * most
 
@@ -70,11 +72,13 @@ class GradientNorm:
         self.owned: list[tuple[int, Tensor]] = []
         for name, gradient in gradients.items():
             piece = model.pieces[name]
-            is_first = bool(piece.spec.ep) or piece.holder in held
+            is_first = bool(piece.spec.ep or piece.spec.apart) or piece.holder in held
             if not is_first or (piece.spec.name == EMBEDDING and not model.is_first):
                 continue
             place = place_of(piece)
             first_block = parts[name].in_tensor.start // BLOCK if parts and name in parts else 0
+            # Those of its experts begin where the ones before end: config/rules.py sees to whole blocks.
+            first_block += piece.part * _num_blocks(piece)
             self.owned.append((firsts[place] + first_block if exact else place, gradient))
         self._trees = _trees(num_blocks, firsts, device) if exact else ()
 

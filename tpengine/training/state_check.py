@@ -184,7 +184,9 @@ class _ShardNumbers:
 
     def __init__(self, state: TrainState) -> None:
         model, table_size, self._pieces = state.part.config.model, state.model.parts.table_size, state.model.pieces
-        self._size = max(table_size, state.model.ep)
+        # In exact mode a rank has all shards of its experts.
+        self._table_size, ep = table_size, state.model.ep
+        self._size = table_size * ep if state.model.parts.is_exact else max(table_size, ep)
         self._names = [spec.name for spec in stage_specs(model, table_size, 0, model.num_layers)]
         self._first = {name: number * self._size for number, name in enumerate(self._names)}
         self._each = len(self._names) * self._size
@@ -196,6 +198,7 @@ class _ShardNumbers:
     def of(self, kind: str, piece: str) -> int:
         """Return the place of a piece of this rank."""
         spec, holder = self._pieces[piece].spec, self._pieces[piece].holder
+        holder += self._pieces[piece].part * self._table_size
         first = self._state.replicas_of(piece).rank * self._of_replica if self._state.is_cut(piece) else 0
         return first + self._kinds.index(kind) * self._each + self._first[spec.name] + holder
 

@@ -122,9 +122,14 @@ def _exact(
     dtype = getattr(torch, config.train.dtype)
     shards = Shards(comms.tp, num_shards_of(config))
     sinks, head_sinks = ([GradientSink() for _ in shards.held] for _ in range(2))
+    # Experts that ranks share have sinks for each replica whose tokens they get.
+    lanes = range(0 if comms.ep is None else comms.ep.size // comms.tp.size)
+    expert_sinks = [[GradientSink() for _ in range(shards.size)] for _ in lanes]
     parts = ExactParts(
         config.model,
         shards,
+        experts_comm=comms.ep,
+        expert_sinks=[[DeferringSink(sink, halves) for sink in of_lane] for of_lane in expert_sinks],
         sinks=[DeferringSink(sink, halves) for sink in sinks],
         head_sinks=[DeferringSink(sink, halves) for sink in head_sinks],
         dtype=dtype,
@@ -137,15 +142,13 @@ def _exact(
     for name in in_order_of_packing(model.pieces):
         if name in bucket_of:
             members.setdefault(bucket_of[name], []).append(name)
-    blocks = {name: BlockCut.of(name, parameter.numel(), comms.dp.size) for name, parameter in model.held.items()}
-    cuts = {
-        index: BucketCut(
-            BucketLayout(("dp",), tuple(names), tuple(model.held[name].numel() for name in names)),
-            comms.dp.size,
-            blocks,
-        )
-        for index, names in members.items()
-    }
+    cuts = {}
+    for index, names in members.items():
+        axes = layout.buckets[index].layout.reduce_over[:1]
+        if (replicas := comms.over(axes).size) > 1:
+            numels = tuple(model.held[name].numel() for name in names)
+            blocks = {name: BlockCut.of(name, numel, replicas) for name, numel in zip(names, numels, strict=True)}
+            cuts[index] = BucketCut(BucketLayout(axes, tuple(names), numels), replicas, blocks)
     sliced = _sliced(config, layout, model, cuts, comms)
     trained = _trained(model)
     gradients = exact_step_gradients(
@@ -162,6 +165,7 @@ def _exact(
         device=device,
         sinks=sinks,
         head_sinks=head_sinks,
+        expert_sinks=expert_sinks,
         is_cut=layout.zero > 0,
     )
     return Assembled(model, gradients, sliced)

@@ -7,7 +7,7 @@ parameter table of the shards, which no layout changes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from tpengine.config import (
 )
 from tpengine.data import open_corpus
 from tpengine.layout.groups import frozen_of
-from tpengine.layout.parameters import pieces_of, stage_specs
+from tpengine.layout.parameters import Piece, pieces_of, stage_specs
 from tpengine.runs.trainer import Trainer
 
 STEPS = 3
@@ -150,8 +150,18 @@ def digests_of(trainer: Trainer) -> dict[Key, str]:
         for kind, dtype in kinds.items() if is_trained else [("weight", None)]:
             dtype = trainer.state.model.held[name].dtype if kind == "weight" else dtype
             found = whole(trainer.state, name, tensors.get(kind), dtype)
-            digests[piece.spec.name, piece.holder // piece.num_holders, kind] = digest(found)
+            for which, part in by_expert(piece, found):
+                digests[piece.spec.name + which, piece.holder // piece.num_holders, kind] = digest(part)
     return digests
+
+
+def by_expert(piece: Piece, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A piece's tensor, of experts each one's with its number: ranks have more or fewer of them."""
+    if len(piece.spec.shape) < 3:
+        yield "", tensor
+        return
+    for number, part in enumerate(tensor, piece.block[0][0]):
+        yield f"/{number}", part
 
 
 def digest(tensor: Tensor) -> str:
@@ -184,9 +194,10 @@ def merge(config: Config, found: Sequence[Found]) -> Bits:
     kinds = ["weight", "gradient", *optimizer_kind(config.optim).states]
     kinds += ["master"] * (config.train.dtype in NARROW)
     table = {
-        (spec.name, piece.holder // piece.num_holders, kind)
+        (spec.name + which, piece.holder // piece.num_holders, kind)
         for spec in stage_specs(config.model, size, 0, config.model.num_layers)
         for piece in pieces_of(spec, size, range(size))
+        for which in ([f"/{number}" for number in range(spec.shape[0])] if len(spec.shape) > 2 else [""])
         for kind in (["weight"] if spec.name in frozen_of(config) else kinds)
     }
     assert digests.keys() == table, f"not what the table has: {sorted(digests.keys() ^ table)}"

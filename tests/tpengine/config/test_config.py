@@ -133,7 +133,16 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
     ),
     ({"ep": 0}, 1, ["parallel.ep must be at least 1", "0"]),
     ({"ep": 2, "tp": 2}, 2, ["shares out the experts", "ep 2", "this model has none", "use ep 1"]),
-    ({"ep": 2, "tp": 2, "reduction": "exact", **EXPERTS}, 2, ["exact", "ep 2", "use ep 1", "reduction fast"]),
+    (
+        {"ep": 2, "tp": 2, "reduction": "exact", **EXPERTS, "details": replace(EXPERTS["details"], expert_ffn_size=36)},
+        2,
+        [
+            "whole blocks of 1024 elements",
+            "8 experts / ep 2 x expert_ffn_size 36 / 4",
+            "use ep 1, or",
+            "reduction fast",
+        ],
+    ),
     ({"ep": 3, "dp": 3, **EXPERTS}, 3, ["num_experts must be divisible by ep", "num_experts 8, ep 3", "use ep 1"]),
     ({"ep": 8, "tp": 2, "dp": 2, **EXPERTS}, 4, ["divide the tp * dp ranks", "ep 8, tp 2 * dp 2", "use ep 4"]),
     ({"ep": 2, "tp": 4, "dp": 2, **EXPERTS}, 8, ["tp times a divisor of dp", "ep 2, tp 4, dp 2", "use ep 1 or 4"]),

@@ -42,6 +42,7 @@ from tpengine.layers import (
     summed,
     vocab_parallel_cross_entropy,
 )
+from tpengine.layers.collectives import ShardCommunicator
 from tpengine.layers.experts import ExpertNetworks
 from tpengine.layers.placement import Placement, cut
 from tpengine.layers.replicated import num_parallel
@@ -443,7 +444,15 @@ def modules_of_the_package() -> set[type[nn.Module]]:
 
 
 # What a mixture of experts is made of, which no model takes by itself.
-PARTS_OF_A_MIXTURE = {"ExpertMixture", "ExpertNetworks", "ExpertWeight", "Router", "TokenScores", "TokenWeight"}
+PARTS_OF_A_MIXTURE = {
+    "ChunkedExperts",
+    "ExpertMixture",
+    "ExpertNetworks",
+    "ExpertWeight",
+    "Router",
+    "TokenScores",
+    "TokenWeight",
+}
 
 
 def test_every_layer_is_exported_and_says_how_its_own_parameters_lie() -> None:
@@ -458,6 +467,7 @@ def test_every_layer_is_exported_and_says_how_its_own_parameters_lie() -> None:
         "ExpertWeight": (4, WIDE, D, 1),
         "ExpertNetworks": (D, WIDE, 4),
         "ExpertMixture": mixture,
+        "ChunkedExperts": ({"0": ExpertNetworks(D, WIDE, 4, ShardCommunicator(0, 1, alone))}, alone),
         "MixtureOfExperts": (D, WIDE, 4, rule),
         "SpreadExperts": (D, WIDE, 4, rule, alone),
         "Attention": (D, HEADS, 2),
