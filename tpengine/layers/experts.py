@@ -110,19 +110,24 @@ class ExpertNetworks(nn.Module):
         self.up_proj = ExpertWeight(num_experts, ffn_size, hidden_size, rows, comm, **options)
         self.down_proj = ExpertWeight(num_experts, hidden_size, ffn_size, columns, comm, **options)
 
-    def forward(self, xs: Tensor, offsets: Tensor) -> Tensor:
-        """Xs[R, D] -> Ys[R, D]."""
+    def forward(self, xs: Tensor, offsets: Tensor, usual_rows: int = 0) -> Tensor:
+        """Xs[R, D] -> Ys[R, D].
+
+        Args:
+            usual_rows: rows that these experts have as a rule, if R differs from that; see grouped_matmul_forward.
+        """
         # A weight may be computed: read it once. It gets the gradient, also where autocast multiplies a copy.
         weights = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
         xs, *operands = lowered(xs, *weights)
         for weight in weights:
             check_reaches(self.sink, weight, "an expert's weight")
         if is_recorded():
-            ys: Tensor = _Experts.apply(xs, offsets, [of.detach() for of in operands], self, *weights)
+            ys: Tensor = _Experts.apply(xs, offsets, [of.detach() for of in operands], self, usual_rows, *weights)
             return ys
         gate, up, down = operands
-        h, _ = grouped_swiglu_forward(xs, gate, up, offsets, False, fixed=self.fixed)
-        return grouped_matmul_forward(h, down, offsets, fixed=self.fixed)
+        sizes: dict[str, Any] = dict(fixed=self.fixed, usual_rows=usual_rows)
+        h, _ = grouped_swiglu_forward(xs, gate, up, offsets, False, **sizes)
+        return grouped_matmul_forward(h, down, offsets, **sizes)
 
 
 class _Experts(torch.autograd.Function):
@@ -137,34 +142,40 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, xs: Tensor, offsets: Tensor, operands: Sequence[Tensor], experts: ExpertNetworks, *weights: Tensor
+        ctx: Any,
+        xs: Tensor,
+        offsets: Tensor,
+        operands: Sequence[Tensor],
+        experts: ExpertNetworks,
+        usual_rows: int,
+        *weights: Tensor,
     ) -> Tensor:
         gate, up, down = operands
-        fixed = experts.fixed
-        h, gu = grouped_swiglu_forward(xs, gate, up, offsets, True, fixed=fixed)
+        ctx.sizes = dict(fixed=experts.fixed, usual_rows=usual_rows)
+        h, gu = grouped_swiglu_forward(xs, gate, up, offsets, True, **ctx.sizes)
         # What is multiplied: the weights themselves, so that autograd notices a write, or autocast's copies.
         kept = [w if w.dtype == of.dtype else of for w, of in zip(weights, operands, strict=True)]
         ctx.save_for_backward(xs, offsets, h, gu, *kept)
         ctx.experts, ctx.weights = experts, weights
-        return grouped_matmul_forward(h, down, offsets, fixed=fixed)
+        return grouped_matmul_forward(h, down, offsets, **ctx.sizes)
 
     @staticmethod
     def backward(ctx: Any, dys: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("a mixture of experts")
         xs, offsets, h, gu, gate, up, down = ctx.saved_tensors
-        needs_dx, trained = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        sink, fixed, dys = ctx.experts.sink, ctx.experts.fixed, dys.contiguous()
+        needs_dx, trained = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        sink, sizes, dys = ctx.experts.sink, ctx.sizes, dys.contiguous()
         dxs = dg = du = None
         if needs_dx or trained[0] or trained[1]:
-            dh = grouped_matmul_forward(dys, down, offsets, transposed=True, fixed=fixed)
-            dxs, dgu = grouped_swiglu_backward(dh, gu, gate, up, offsets, needs_dx=needs_dx, fixed=fixed)
+            dh = grouped_matmul_forward(dys, down, offsets, transposed=True, **sizes)
+            dxs, dgu = grouped_swiglu_backward(dh, gu, gate, up, offsets, needs_dx=needs_dx, **sizes)
             dg, du = dgu.chunk(2, dim=1)
         # wgrad, now or in the weight half: the sink decides. Frozen projections have none.
         dws = [
-            sink.grouped_weight_grad(weight, dy, x, offsets, fixed=fixed) if is_trained else None
+            sink.grouped_weight_grad(weight, dy, x, offsets, **sizes) if is_trained else None
             for weight, dy, x, is_trained in zip(ctx.weights, (dg, du, dys), (xs, xs, h), trained, strict=True)
         ]
-        return dxs, None, None, None, *dws
+        return dxs, None, None, None, None, *dws
 
 
 class _Rows(torch.autograd.Function):
