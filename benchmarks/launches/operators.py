@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from tpkernels.exchange.copies import HostCopies
 from tpkernels.exchange.device_arena import CONTROL_BYTES, DeviceArena
+from tpkernels.fused.kernels.counts_kernel import launch_counts
 from tpkernels.fused.kernels.gather_kernel import launch_fetch, launch_gather_matmul, launch_publish
+from tpkernels.fused.kernels.rows_kernel import launch_return, launch_take
 from tpkernels.fused.kernels.scatter_kernel import launch_matmul_scatter
 from tpkernels.fused.kernels.slots import launch_sum_slots
 from tpkernels.launch import cdiv
@@ -35,7 +37,12 @@ from tpkernels.ops.experts.choose_kernel import launch_choose, launch_choose_bac
 from tpkernels.ops.experts.grouped_kernel import launch_grouped_matmul, launch_grouped_wgrad, launch_zero_rows
 from tpkernels.ops.experts.grouped_swiglu_kernel import launch_grouped_swiglu
 from tpkernels.ops.experts.order import launch_sort
-from tpkernels.ops.experts.rows import launch_add_rows, launch_combine_rows_backward, launch_take_rows
+from tpkernels.ops.experts.rows import (
+    launch_add_rows,
+    launch_combine_rows_backward,
+    launch_take_rows,
+    launch_weight_gradients,
+)
 from tpkernels.ops.matmul.kernel import launch_matmul
 from tpkernels.ops.matmul.swiglu_kernel import launch_matmul_swiglu
 from tpkernels.ops.norm.kernel import launch_norm, launch_norm_backward
@@ -296,6 +303,7 @@ def _routing(sizes: Sizes = EVERY) -> None:
             for factors in (None, weights):
                 launch_add_rows(xs, places, factors, rule.k)
             launch_combine_rows_backward(x, xs, places, weights)
+            launch_weight_gradients(x, xs, places, weights)
 
 
 # D, F, experts and choices of Qwen3-30B-A3B (arXiv 2505.09388, table 2), undivided.
@@ -333,6 +341,22 @@ def _arena(world: int) -> DeviceArena:
     memory = VirtualMemory.allocate(world, CONTROL_BYTES, "cpu")[0]
     record = torch.zeros(8, dtype=torch.int32)
     return DeviceArena(memory, record, HostCopies(), 1 << 30, "of no ranks", range(world), timeout_seconds=1.0)
+
+
+def _expert_rows(sizes: Sizes = EVERY) -> None:
+    """Launch what moves rows to experts and back between ranks; also rows that are no multiple of 16 bytes."""
+    width, _, num_experts, k = _QWEN3_30B_A3B
+    arena, tokens = _arena(sizes.world), SEQUENCES[0] // sizes.world
+    bound = sizes.world * tokens * k
+    order, weights = _empty(tokens * k, dtype=torch.int32), _empty(tokens, k, dtype=torch.float32)
+    for experts in (512, 8, num_experts):
+        segments, offsets, spilled = launch_counts(_empty(experts, dtype=torch.int32), bound, arena, 1, 7)
+    for dtype in sizes.dtypes:
+        for columns in (width, width + 1):
+            x, rows = _empty(tokens, columns, dtype=dtype), _empty(bound, columns, dtype=dtype)
+            for factors in (None, weights):
+                launch_take(rows, x, order, factors, segments, offsets, arena, k, 1 << 28, 1 << 29, 1, 7)
+            launch_return(rows, tokens * k, segments, offsets, spilled, arena, 1, 7)
 
 
 def _all_gather_matmul(sizes: Sizes = EVERY) -> None:
@@ -384,6 +408,7 @@ LAUNCHES: Mapping[str, Callable[..., None]] = MappingProxyType(
         "attention": _attention,
         "cross_entropy": _cross_entropy,
         "dropout": _dropout,
+        "expert_rows": _expert_rows,
         "grouped": _grouped,
         "matmul": _matmul,
         "norm": _norm,

@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 # Statistics of rows, losses, tables of angles, masters and moments are float32; labels and rows of tables int64.
 _FLOAT_BYTES = 4
+_LINE_BYTES = 64
 _INDEX_BYTES = 8
 
 
@@ -360,16 +361,17 @@ def all_reduce_work(full_bytes: int, world: int) -> Work:
     return reduce_scatter_work(full_bytes, world) + all_gather_work(full_bytes // world, world)
 
 
-def dispatch_work(rows: int, crossing: int, hidden: int, item_bytes: int) -> Work:
+def dispatch_work(rows: int, crossing: int, hidden: int, item_bytes: int, *, tail: int = 0) -> Work:
     """Return the work per rank of bringing rows[rows, hidden] to their experts' owners; also of combine's gradient.
 
     Args:
         rows: of this rank's experts, from all ranks.
         crossing: of this rank's own rows, those whose expert is another rank's (`crossing_rows`).
+        tail: rows behind those, up to the bound of a buffer, which are zeroed; 0 where rows have their exact number.
 
     Bytes: each row read and written; the rows that cross are sent, each as often as the token has experts there.
     """
-    return Work(memory_bytes=2 * item_bytes * rows * hidden, link_bytes=item_bytes * crossing * hidden)
+    return Work(memory_bytes=item_bytes * (2 * rows + tail) * hidden, link_bytes=item_bytes * crossing * hidden)
 
 
 def combine_work(tokens: int, choices: int, crossing: int, hidden: int, item_bytes: int) -> Work:
@@ -387,6 +389,21 @@ def combine_work(tokens: int, choices: int, crossing: int, hidden: int, item_byt
         memory_bytes=item_bytes * (rows + tokens) * hidden + _FLOAT_BYTES * rows,
         link_bytes=item_bytes * crossing * hidden,
     )
+
+
+def expert_rows_arena_bytes(tokens: int, choices: int, hidden: int, item_bytes: int) -> int:
+    """Return how large an arena must be for kernels to move rows of experts in one piece: two generations.
+
+    Args:
+        tokens, choices: of a rank, at most, and of a token.
+
+    A generation holds a rank's tokens with the pairs of its sorted rows and their weights (dispatch, combine's
+    gradient), or the results for its tokens (combine, dispatch's gradient); whatever experts they chose.
+    """
+    rows = tokens * choices
+    there = item_bytes * tokens * hidden + (4 + _FLOAT_BYTES) * rows
+    # Each of the three begins at a line of its own.
+    return 2 * max(there + 4 * _LINE_BYTES, item_bytes * rows * hidden)
 
 
 def crossing_rows(counts: Sequence[Sequence[int]], rank: int) -> tuple[int, int]:

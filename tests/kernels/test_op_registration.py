@@ -21,6 +21,7 @@ from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.experts import Routes
 from tpkernels.fused.all_gather_matmul import all_gather_matmul
+from tpkernels.fused.bounded_rows import BoundedRoutes
 from tpkernels.fused.experts import routes_of
 from tpkernels.fused.matmul_all_reduce import matmul_all_reduce
 from tpkernels.fused.matmul_reduce_scatter import matmul_reduce_scatter
@@ -30,6 +31,7 @@ from tpkernels.ops.matmul.wgrad import wgrad_
 
 TOKENS, DIM, WIDTH = 7, 5, 3
 ops = torch.ops.tpkernels
+BOUNDED = (ops.dispatch_bounded, ops.dispatch_bounded_backward, ops.combine_bounded, ops.combine_bounded_backward)
 OF_EXPERTS = (ops.dispatch, ops.dispatch_backward, ops.combine, ops.combine_backward)
 
 
@@ -38,11 +40,11 @@ def draw(*shape: int, grad: bool = False, dtype: torch.dtype = torch.float32) ->
     return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(grad)
 
 
-def expert_routes(num_tokens: int, comm: Communicator) -> Routes:
+def expert_routes(num_tokens: int, comm: Communicator, most_tokens: int | None = None) -> Routes:
     """Two experts of twelve for each token; tokens of a rank choose alike, so that some experts have none."""
     experts = torch.tensor([[(comm.rank + 1) * 5 % 12, comm.rank]] * num_tokens, dtype=torch.int32).view(-1, 2)
     counts = torch.bincount(experts.flatten(), minlength=12).int()
-    return routes_of(Routing(experts, draw(num_tokens, 2), counts, draw(0)), comm)
+    return routes_of(Routing(experts, draw(num_tokens, 2), counts, draw(0)), comm, most_tokens=most_tokens)
 
 
 def samples(comm: Communicator, grad: bool) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -86,6 +88,25 @@ def samples(comm: Communicator, grad: bool) -> list[tuple[Any, tuple[Any, ...]]]
     return found
 
 
+def bounded_samples(comm: Communicator, grad: bool) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The operators of rows that kernels move; there are fewer rows than fit."""
+    routes = expert_routes(3, comm, most_tokens=4)
+    assert isinstance(routes, BoundedRoutes)
+    tables = routes.segments, routes.offsets, routes.spilled, routes.num_rows, routes.most_tokens
+    routed = routes.order, routes.places, routes.weights.requires_grad_(grad), *tables
+    x, h = draw(3, DIM, grad=grad), draw(routes.num_rows, DIM, grad=grad)
+    found: list[tuple[Any, tuple[Any, ...]]] = [
+        (ops.dispatch_bounded, (x, *routed[:2], routes.weights.detach(), *tables, comm.name)),
+        (ops.combine_bounded, (h, *routed, grad, comm.name)),
+    ]
+    if not grad:
+        found += [
+            (ops.dispatch_bounded_backward, (h, *routed, comm.name)),
+            (ops.combine_bounded_backward, (x, draw(6, DIM), *routed, comm.name)),
+        ]
+    return found
+
+
 def communicator(by_kernels: bool) -> Communicator:
     """Over an arena of the host's, or one of kernels."""
     if by_kernels:
@@ -99,6 +120,19 @@ def check_with_opcheck(grad: bool, by_kernels: bool = False, some: slice = slice
         if by_kernels and op in (ops.dropout, ops.wgrad_, *OF_EXPERTS):  # no kernel exchanges for them
             continue
         torch.library.opcheck(op.default, arguments)
+
+
+def check_bounded_with_opcheck(grad: bool) -> None:
+    comm = communicator(True)
+    for op, arguments in bounded_samples(comm, grad):
+        torch.library.opcheck(op.default, arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck_where_kernels_move_rows(interpreters: RankPool, grad: bool) -> None:
+    pytest.importorskip("triton")
+    interpreters.run(check_bounded_with_opcheck, 2, grad)
 
 
 # By default each operator that has a gradient once, those with a bias with it.
@@ -137,6 +171,7 @@ def test_every_registered_operator_is_checked() -> None:
         if name.split("::")[1].startswith(("all_", "matmul_", "wgrad", "dropout", "dispatch", "combine"))
     } - listed
     # Of one rank: in test_matmul.py and ops/experts.
+    missing -= {op.default.name() for op in BOUNDED}  # over an arena for kernels, above
     missing -= {"tpkernels::matmul_swiglu", "tpkernels::combine_rows", "tpkernels::combine_rows_backward"}
     assert not missing and len(listed) == 14
 

@@ -226,6 +226,9 @@ def test_rows_to_experts_and_back_row_by_row() -> None:
     rows = [sum(e // 2 == rank for of_rank in chosen for pair in of_rank for e in pair) for rank in range(2)]
     # 5 columns of 2 bytes.
     assert dispatch_work(rows[0], leaving[0], 5, 2) == Work(0, 2 * 10 * rows[0], 10 * leaving[0])
+    # A bound of 50 rows: the others are written, zeros.
+    tail = 50 - rows[0]
+    assert dispatch_work(rows[0], leaving[0], 5, 2, tail=tail) == Work(0, 10 * (50 + rows[0]), 10 * leaving[0])
     assert combine_work(3, 2, leaving[1], 5, 2) == Work(6 * 2 * 5, 10 * (6 + 3) + 4 * 6, 10 * leaving[1])
     assert hottest_share([sum(of_expert) for of_expert in zip(*counts, strict=True)], 2) == max(rows) / 6
     assert hottest_share([7, 0, 0, 0], 4) == 4 and hottest_share([3] * 6, 3) == hottest_share([0] * 4, 2) == 1

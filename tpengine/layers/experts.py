@@ -115,30 +115,38 @@ class ExpertNetworks(nn.Module):
         """Gate, up and down. They may be computed: read them once."""
         return self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
 
-    def forward(self, xs: Tensor, offsets: Tensor) -> Tensor:
-        """Xs[R, D] -> Ys[R, D]."""
+    def forward(self, xs: Tensor, offsets: Tensor, usual_rows: int = 0) -> Tensor:
+        """Xs[R, D] -> Ys[R, D].
+
+        Args:
+            usual_rows: rows that these experts have as a rule, if R differs from that; see grouped_matmul_forward.
+        """
         # They get the gradient, also where autocast multiplies copies.
         weights = self.weights
         xs, *operands = lowered(xs, *weights)
         for weight in weights:
             check_reaches(self.sink, weight, "an expert's weight")
         if is_recorded():
-            ys: Tensor = _Experts.apply(xs, offsets, [of.detach() for of in operands], self, *weights)
+            ys: Tensor = _Experts.apply(xs, offsets, [of.detach() for of in operands], self, usual_rows, *weights)
             return ys
         gate, up, down = operands
-        h, _ = grouped_swiglu_forward(xs, gate, up, offsets, False, fixed=self.fixed)
-        return grouped_matmul_forward(h, down, offsets, fixed=self.fixed)
+        sizes: dict[str, Any] = dict(fixed=self.fixed, usual_rows=usual_rows)
+        h, _ = grouped_swiglu_forward(xs, gate, up, offsets, False, **sizes)
+        return grouped_matmul_forward(h, down, offsets, **sizes)
 
-    def multiplied(self, xs: Tensor, offsets: Tensor, operands: Sequence[Tensor] = ()) -> tuple[Tensor, Multiplied]:
+    def multiplied(
+        self, xs: Tensor, offsets: Tensor, operands: Sequence[Tensor] = (), *, usual_rows: int = 0
+    ) -> tuple[Tensor, Multiplied]:
         """Return Ys[R, D], and what `gradients` needs of it, outside autograd.
 
         Args:
-            xs, offsets: as forward.
+            xs, offsets, usual_rows: as forward.
             operands: what is multiplied by, where these are not the weights themselves.
         """
         gate, up, down = operands or self.weights
-        h, gu = grouped_swiglu_forward(xs, gate, up, offsets, True, fixed=self.fixed)
-        return grouped_matmul_forward(h, down, offsets, fixed=self.fixed), Multiplied(h, gu)
+        sizes: dict[str, Any] = dict(fixed=self.fixed, usual_rows=usual_rows)
+        h, gu = grouped_swiglu_forward(xs, gate, up, offsets, True, **sizes)
+        return grouped_matmul_forward(h, down, offsets, **sizes), Multiplied(h, gu)
 
     def gradients(
         self,
@@ -152,22 +160,22 @@ class ExpertNetworks(nn.Module):
         weights: Sequence[Tensor] = (),
         *,
         needs_dx: bool,
+        usual_rows: int = 0,
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         """Return dXs[R, D], or None, and what the sink returns for the three weights, of dYs[R, D].
 
         Args:
-            xs, multiplied, offsets, operands: of `multiplied`.
+            xs, multiplied, offsets, operands, usual_rows: of `multiplied`.
             sink: where weight gradients go, now or in the weight half.
             trained: which of the weights have one.
             weights: which get them; default these.
         """
         gate, up, down = operands or self.weights
+        sizes: dict[str, Any] = dict(fixed=self.fixed, usual_rows=usual_rows)
         dxs = dg = du = None
         if needs_dx or trained[0] or trained[1]:
-            dh = grouped_matmul_forward(dys, down, offsets, transposed=True, fixed=self.fixed)
-            dxs, dgu = grouped_swiglu_backward(
-                dh, multiplied.gu, gate, up, offsets, needs_dx=needs_dx, fixed=self.fixed
-            )
+            dh = grouped_matmul_forward(dys, down, offsets, transposed=True, **sizes)
+            dxs, dgu = grouped_swiglu_backward(dh, multiplied.gu, gate, up, offsets, needs_dx=needs_dx, **sizes)
             dg, du = dgu.chunk(2, dim=1)
         # wgrad, now or in the weight half: the sink decides. Frozen projections have none.
         dws: list[Tensor | None] = []
@@ -177,7 +185,7 @@ class ExpertNetworks(nn.Module):
                 dws.append(None)
                 continue
             assert dy is not None, "what is trained has its operands"
-            dws.append(sink.grouped_weight_grad(weight, dy, x, offsets, fixed=self.fixed))
+            dws.append(sink.grouped_weight_grad(weight, dy, x, offsets, **sizes))
         return dxs, dws
 
 
@@ -200,9 +208,16 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, xs: Tensor, offsets: Tensor, operands: Sequence[Tensor], experts: ExpertNetworks, *weights: Tensor
+        ctx: Any,
+        xs: Tensor,
+        offsets: Tensor,
+        operands: Sequence[Tensor],
+        experts: ExpertNetworks,
+        usual_rows: int,
+        *weights: Tensor,
     ) -> Tensor:
-        ys, multiplied = experts.multiplied(xs, offsets, operands)
+        ctx.usual_rows = usual_rows
+        ys, multiplied = experts.multiplied(xs, offsets, operands, usual_rows=usual_rows)
         # What is multiplied: the weights themselves, so that autograd notices a write, or autocast's copies.
         kept = [w if w.dtype == of.dtype else of for w, of in zip(weights, operands, strict=True)]
         ctx.save_for_backward(xs, offsets, *multiplied, *kept)
@@ -213,7 +228,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dys: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("a mixture of experts")
         xs, offsets, h, gu, *operands = ctx.saved_tensors
-        needs_dx, trained = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        needs_dx, trained = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         experts, of_weights = ctx.experts, ctx.weights
         dxs, dws = experts.gradients(
             dys.contiguous(),
@@ -225,8 +240,9 @@ class _Experts(torch.autograd.Function):
             operands,
             of_weights,
             needs_dx=needs_dx,
+            usual_rows=ctx.usual_rows,
         )
-        return dxs, None, None, None, *dws
+        return dxs, None, None, None, None, *dws
 
 
 class _Rows(torch.autograd.Function):

@@ -190,7 +190,7 @@ class GradientSink:
         return None
 
     def grouped_weight_grad(
-        self, param: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, *, fixed: bool = False
+        self, param: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, *, fixed: bool = False, usual_rows: int = 0
     ) -> Tensor | None:
         """Add dw[e, out, in] = dy_e[., out].T @ x_e[., in] of each expert's rows to the gradient of `param`.
 
@@ -199,13 +199,14 @@ class GradientSink:
             dy, x: [R, out] and [R, in], sorted by expert.
             offsets: [E + 1]; rows offsets[e] to offsets[e + 1] are of expert e. An expert without rows adds nothing.
             fixed: as grouped_matmul: in exact mode.
+            usual_rows: as grouped_matmul_forward.
         """
         if self._buckets is None:
             total = torch.zeros(param.shape, dtype=accumulation_dtype(dy.dtype), device=dy.device)
-            accumulate_grouped_wgrad(total, dy, x, offsets, fixed=fixed)
+            accumulate_grouped_wgrad(total, dy, x, offsets, fixed=fixed, usual_rows=usual_rows)
             return total
         buffer, bucket = self._places[param]
-        accumulate_grouped_wgrad(buffer, dy, x, offsets, fixed=fixed)
+        accumulate_grouped_wgrad(buffer, dy, x, offsets, fixed=fixed, usual_rows=usual_rows)
         self._counted(bucket)
         return None
 
@@ -321,10 +322,11 @@ class DeferringSink(GradientSink):
         return self._now_or_later(self.inner.add_rows, param, rows, grad)
 
     def grouped_weight_grad(
-        self, param: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, *, fixed: bool = False
+        self, param: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, *, fixed: bool = False, usual_rows: int = 0
     ) -> Tensor | None:
         """See GradientSink."""
-        return self._now_or_later(functools.partial(self.inner.grouped_weight_grad, fixed=fixed), param, dy, x, offsets)
+        grad = functools.partial(self.inner.grouped_weight_grad, fixed=fixed, usual_rows=usual_rows)
+        return self._now_or_later(grad, param, dy, x, offsets)
 
     def _now_or_later(self, contribute: Callable[..., Tensor | None], param: Tensor, *args: Any) -> Tensor | None:
         if not self.halves.is_open:

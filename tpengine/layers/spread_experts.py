@@ -27,9 +27,9 @@ from tpkernels.autocast import lowered
 from tpkernels.derivatives import differentiable_once, is_recorded
 from tpkernels.exchange.arena import shard_rows
 from tpkernels.exchange.communicator import Communicator
-from tpkernels.exchange.experts import Routes, combine_gradients, exchange_counts, rows_to_experts, rows_to_tokens
+from tpkernels.exchange.experts import Routes, exchange_counts
+from tpkernels.fused.expert_rows import combine_gradients, rows_to_experts, rows_to_sums
 from tpkernels.ops.experts.choose import ChoiceRule
-from tpkernels.ops.experts.rows import combine_forward, take_backward
 
 from tpengine.layers.collectives import WholeRows
 from tpengine.layers.experts import ExpertMixture, ExpertNetworks
@@ -48,8 +48,8 @@ class _Dispatched(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, drows: Tensor) -> tuple[Tensor | None, ...]:
-        returned = rows_to_tokens(drows.contiguous(), ctx.routes, ctx.comm)
-        return take_backward(returned, ctx.routes.places, ctx.routes.num_choices), None, None
+        dx, _ = rows_to_sums(drows.contiguous(), ctx.routes, ctx.comm, weighted=False, keeps=False)
+        return dx, None, None
 
 
 class _SpreadCombined(torch.autograd.Function):
@@ -61,10 +61,10 @@ class _SpreadCombined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ys: Tensor, weights: Tensor, routes: Routes, comm: Communicator) -> Tensor:
-        returned = rows_to_tokens(ys, routes, comm)
+        y, returned = rows_to_sums(ys, replace(routes, weights=weights), comm, weighted=True, keeps=True)
         ctx.save_for_backward(returned, weights)
         ctx.routes, ctx.comm = routes, comm
-        return combine_forward(returned, routes.places, weights)
+        return y
 
     @staticmethod
     @differentiable_once
@@ -148,10 +148,12 @@ class SpreadExperts(ExpertMixture):
         """Return what the experts make of this rank's tokens x[t, D]."""
         comm, routed = self.experts_comm, self.gate(x)
         routes = once(lambda: _routes_of(routed, comm))
+        # Ranks have as many rows as tokens' choices on average: tiles are chosen by that, not by the rows that come.
+        usual_rows = routes.weights.numel()
         if not is_recorded():
-            ys = self.networks(rows_to_experts(x, routes, comm), routes.offsets)
-            return combine_forward(rows_to_tokens(ys, routes, comm), routes.places, routes.weights)
-        ys = self.networks(_Dispatched.apply(x, routes, comm), routes.offsets)
+            ys = self.networks(rows_to_experts(x, routes, comm), routes.offsets, usual_rows)
+            return rows_to_sums(ys, routes, comm, weighted=True, keeps=False)[0]
+        ys = self.networks(_Dispatched.apply(x, routes, comm), routes.offsets, usual_rows)
         y: Tensor = _SpreadCombined.apply(ys, routed.weights, routes, comm)
         return y
 

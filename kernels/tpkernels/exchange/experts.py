@@ -21,7 +21,8 @@ backward, and what is computed again, keep the routes. The decision a reader wil
 number, not in buffers for a capacity. A library whose buffers the host sizes beforehand (DeepEP, NCCL EP) needs no
 wait, but room for N times t tokens at each expert's owner; NCCL EP also adds the k terms as they arrive.
 
-The registered operators, with gradients, are in fused/experts.py.
+A third way, by kernels over symmetric memory, asks the host for nothing: fused/bounded_rows.py. The registered
+operators, with gradients, are in fused/experts.py.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch import Tensor
 from tpkernels.exchange.arena import NUM_GENERATIONS, Arena
 from tpkernels.exchange.calls import RETURNS, TAKES
 from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.ops.experts.rows import combine_backward, take_forward
 from tpkernels.symmetric.memory import ALIGNMENT_BYTES
 
@@ -95,7 +97,7 @@ def exchange_counts(order: Tensor, places: Tensor, weights: Tensor, counts: Tens
         comm.refuse(
             counts,
             f"every rank owns as many experts: {num_experts} experts do not divide by {comm.size} ranks: use "
-            f"{_nearest(num_experts, comm.size)} ranks",
+            f"{nearest_divisor(num_experts, comm.size)} ranks",
         )
     if order.shape != (tokens * choices,) or places.shape != order.shape:
         comm.refuse(
@@ -118,7 +120,8 @@ def exchange_counts(order: Tensor, places: Tensor, weights: Tensor, counts: Tens
     return Routes(order, places, weights, offsets, host[:, :num_experts].contiguous(), int(host[:, own].sum()))
 
 
-def _nearest(num_experts: int, size: int) -> int:
+def nearest_divisor(num_experts: int, size: int) -> int:
+    """Return the largest number of ranks, at most `size`, by which experts divide."""
     return max(divisor for divisor in range(1, size + 1) if num_experts % divisor == 0)
 
 
@@ -296,7 +299,7 @@ def _take_through(arena: Arena, x: Tensor, routes: Routes, *, scaled: bool) -> T
     most = max(traffic.num_rows)
     weights_at = _aligned(most * tokens.element_size())
     rows_at = weights_at + (0 if weights is None else _aligned(most * weights.element_size()))
-    width = _columns_that_fit(arena, rows_at, max(num_tokens) * x.element_size(), x.shape[1], "dispatch")
+    width = columns_of_piece(arena, rows_at, max(num_tokens) * x.element_size(), x.shape[1], "dispatch")
 
     for first in range(0, x.shape[1], width):
         columns = slice(first, min(first + width, x.shape[1]))
@@ -329,7 +332,7 @@ def _return_through(arena: Arena, h: Tensor, traffic: _Traffic) -> Tensor:
     ys = h.new_empty(traffic.num_rows[own], h.shape[1])
     # An owner publishes the rows for rank 0, then those for rank 1, ..., each by expert; none for itself.
     begins = [traffic.begins_of(owner) for owner in range(world)]
-    width = _columns_that_fit(arena, 0, max(begin[world] for begin in begins) * h.element_size(), h.shape[1], "combine")
+    width = columns_of_piece(arena, 0, max(begin[world] for begin in begins) * h.element_size(), h.shape[1], "combine")
 
     for first in range(0, h.shape[1], width):
         columns = slice(first, min(first + width, h.shape[1]))
@@ -363,8 +366,10 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _columns_that_fit(arena: Arena, before_bytes: int, column_bytes: int, columns: int, operation: str) -> int:
-    """Return how many columns move in one call; all ranks find the same."""
+def columns_of_piece(
+    arena: Arena | DeviceArena, before_bytes: int, column_bytes: int, columns: int, operation: str
+) -> int:
+    """Return how many columns move in one call, of column_bytes each, behind before_bytes; all ranks find the same."""
     room = arena.generation_bytes - before_bytes
     width = min(columns, room // max(column_bytes, 1))
     if width < 1:

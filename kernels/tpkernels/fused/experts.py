@@ -7,9 +7,10 @@
     combine's backward:   dh = dispatch(dy) times the weights;  dweights[token, j] = <dy[token], row of h of (token, j)>
 
 The token's owner adds its k terms in the order of the choice, in promote_types(dtype, float32). Where rows lie, and the
-ways that they travel, is in exchange/experts.py. Here are the specification, the registration with torch.library and
-the public functions. They stand here, and not beside the exchange, because fusing them with the grouped products keeps
-this contract.
+ways that they travel at their exact number, is in exchange/experts.py; how kernels move them, without a wait for the
+host, in bounded_rows.py, whose operators are in bounded_experts.py. Here are the specification, the registration of the
+others with torch.library, and the public functions. They stand here, and not beside the exchange, because fusing them
+with the grouped products keeps this contract.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ from tpkernels.exchange.experts import (
     rows_to_experts,
     rows_to_tokens,
 )
+from tpkernels.fused.bounded_experts import combine_bounded, dispatch_bounded
+from tpkernels.fused.bounded_rows import BoundedRoutes, exchange_bounded_counts
 from tpkernels.fused.ordered import exchanges
 from tpkernels.ops.experts.order import sort_forward
 from tpkernels.ops.experts.route import Routing
 from tpkernels.ops.experts.rows import combine_forward, take_backward
+from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
 
 
 def dispatch_reference(shards: Sequence[Tensor], experts: Sequence[Tensor], owned: range) -> Tensor:
@@ -147,20 +151,34 @@ _combine.register_autograd(_of_combine, setup_context=_keep_for_combine)
 
 
 @torch.compiler.disable  # the host waits in here
-def routes_of(routing: Routing, comm: Communicator) -> Routes:
+def routes_of(
+    routing: Routing, comm: Communicator, *, most_tokens: int | None = None, rows_bound: int | None = None
+) -> Routes:
     """Return where the rows of all ranks' tokens go; collective, once for each layer and micro-batch.
 
     Args:
         routing: of this rank's tokens, as `route` returns it.
         comm: the N ranks that share the experts, E/N consecutive ones each.
+        most_tokens: have kernels move the rows, over an arena for kernels (bounded_rows.can_bound); no rank has more
+            tokens. None: rows move at their exact number.
+        rows_bound: how many rows fit at an expert's owner, if kernels move them; default N * most_tokens * k, which
+            all do. Both are the same on all ranks.
+
+    Returns:
+        Routes; with most_tokens, and more than one rank, BoundedRoutes: the rows of `dispatch` are rows_bound then,
+        zeros behind routes.offsets[-1]. Rows that do not fit are left out, also from y: read routes.spilled, int32 [N],
+        before results are used, and where one is not 0 compute again without most_tokens.
 
     Raises:
-        ValueError, CallMismatch, PeerError: as exchange_counts.
+        ValueError, CallMismatch, PeerError: as exchange_counts, or exchange_bounded_counts.
 
-    Cost: a sort (sort_by_expert), and E + 2 numbers to each rank, for which the host waits.
+    Cost: a sort (sort_by_expert), and E + 2 numbers to each rank, for which the host waits; E numbers, for which it
+        does not, with most_tokens.
     """
     order, _, places = sort_forward(routing.experts, len(routing.counts))
-    return exchange_counts(order, places, routing.weights, routing.counts, comm)
+    if most_tokens is None or comm.size == 1:
+        return exchange_counts(order, places, routing.weights, routing.counts, comm)
+    return exchange_bounded_counts(order, places, routing.weights, routing.counts, comm, most_tokens, rows_bound)
 
 
 def dispatch(x: Tensor, routes: Routes, comm: Communicator) -> Tensor:
@@ -175,10 +193,12 @@ def dispatch(x: Tensor, routes: Routes, comm: Communicator) -> Tensor:
         comm: the ranks that share the experts. The caller keeps it alive until nothing is left to differentiate.
 
     Returns:
-        [R', D], new: by expert, then by source rank, token and choice; so bits do not depend on what comes first.
+        [R', D], new: by expert, then by source rank, token and choice; so bits do not depend on what comes first. If R'
+        is a bound, zeros follow.
 
     Raises:
-        ValueError: x does not have the routes' tokens; an arena in which no column of all rows fits.
+        ValueError: x does not have the routes' tokens, or, if kernels move rows, a dtype that they do not take; an
+            arena in which no column of all rows fits.
         CallMismatch, PeerError: over an arena, ranks make different calls; a peer did not take part.
 
     Cost: dispatch_work. Through an arena t*D elements written, and R'*D read from their owners' memory.
@@ -186,10 +206,12 @@ def dispatch(x: Tensor, routes: Routes, comm: Communicator) -> Tensor:
         published theirs. Source: Lepikhin et al., "GShard", arXiv 2006.16668; without capacity: Gale et al.,
         "MegaBlocks", arXiv 2211.15841.
     """
-    problem = _problem("dispatch", x, len(routes.weights), "its tokens")
+    problem = _problem("dispatch", x, routes, len(routes.weights), "its tokens")
     if problem:
         comm.refuse(x, problem)
     refuse_tangents("dispatch", x)
+    if isinstance(routes, BoundedRoutes):
+        return dispatch_bounded(x, routes, comm)
     weights = routes.weights.detach()
     rows: Tensor = _dispatch(x, routes.order, routes.places, weights, routes.counts, routes.num_rows, comm.name)
     return rows
@@ -216,16 +238,21 @@ def combine(h: Tensor, routes: Routes, comm: Communicator) -> Tensor:
     float32), in the order of the choice: the same bits on every run, and for every number of ranks that gives the same
     rows. Source: as dispatch.
     """
-    problem = _problem("combine", h, routes.num_rows, "the rows of dispatch")
+    problem = _problem("combine", h, routes, routes.num_rows, "the rows of dispatch")
     if problem:
         comm.refuse(h, problem)
     refuse_tangents("combine", h, routes.weights)
     keeps = torch.is_grad_enabled() and (h.requires_grad or routes.weights.requires_grad)
+    if isinstance(routes, BoundedRoutes):
+        return combine_bounded(h, routes, comm, keeps)
     outputs = _combine(h, routes.order, routes.places, routes.weights, routes.counts, keeps, comm.name)
     return outputs[0]
 
 
-def _problem(name: str, x: Tensor, num_rows: int, what: str) -> str:
-    if x.ndim == 2 and len(x) == num_rows and x.is_floating_point():
-        return ""
-    return f"{name} needs {what}, {num_rows} rows of floating-point numbers: got {tuple(x.shape)} {x.dtype}: pass those"
+def _problem(name: str, x: Tensor, routes: Routes, num_rows: int, what: str) -> str:
+    if x.ndim != 2 or len(x) != num_rows or not x.is_floating_point():
+        got = f"{tuple(x.shape)} {x.dtype}"
+        return f"{name} needs {what}, {num_rows} rows of floating-point numbers: got {got}: pass those"
+    if isinstance(routes, BoundedRoutes) and x.dtype not in KERNEL_DTYPES:
+        return f"{name} by kernels moves float16, bfloat16 and float32: got {x.dtype}: pass no most_tokens to routes_of"
+    return ""

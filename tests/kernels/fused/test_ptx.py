@@ -23,15 +23,15 @@ from support.ranks.rank_pool import RankPool
 
 pytest.importorskip("triton")
 
-from tpkernels.fused.kernels import gather_kernel, scatter_kernel, slots
+from tpkernels.fused.kernels import counts_kernel, gather_kernel, rows_kernel, scatter_kernel, slots
 from tpkernels.launch import observed
 from tpkernels.symmetric import signals_kernel, wait_kernels
 
 from benchmarks.launches.compile import TARGETS
 from benchmarks.launches.operators import LAUNCHES
 
-OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter")
-SOURCES = (signals_kernel, wait_kernels, gather_kernel, slots, scatter_kernel)
+OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "expert_rows")
+SOURCES = (signals_kernel, wait_kernels, gather_kernel, slots, scatter_kernel, counts_kernel, rows_kernel)
 HALVES = (
     "publish bfloat16",
     "fetch bfloat16",
@@ -41,9 +41,11 @@ HALVES = (
     "matmul_scatter one bf16",
     "matmul_scatter two bf16",
     "sum_slots bfloat16",
+    "take bfloat16",
+    "return bfloat16",
 )
 FLOATS = tuple(name.replace("bfloat16", "float32").replace("bf16", "fp32") for name in HALVES)
-KINDS = ("wait", *HALVES)
+KINDS = ("wait", "counts int32", *HALVES)
 # One of each: what waits, publishes, gathers, scatters and sums.
 BY_DEFAULT = (
     "wait",
@@ -99,6 +101,16 @@ MUTATIONS = {
         "gather_matmul pull bfloat16", POLL, POLL.replace("acquire", "relaxed"), "is relaxed"
     ),
     "blocks are not read after their flags": Mutation("wait", POLL, POLL.replace("sys", "gpu"), "is not at scope sys"),
+    "tokens are published without release": Mutation(
+        "take bfloat16", COUNT, COUNT.replace("acq_rel", "relaxed"), "is relaxed"
+    ),
+    "rows are taken before their flag": Mutation(
+        "take bfloat16", POLL, POLL.replace("acquire", "relaxed"), "is relaxed"
+    ),
+    "rows are returned without release": Mutation(
+        "return bfloat16", FLAG, FLAG.replace("release", "relaxed"), "is relaxed"
+    ),
+    "counts are told before all threads have stored them": Mutation("counts int32", BARRIER + FLAG, FLAG, LATE),
     "slots are not added after their flags": Mutation(
         "matmul_scatter one bf16", POLL, POLL.replace("acquire", "relaxed"), "is relaxed"
     ),
@@ -250,7 +262,7 @@ def test_data_moves_16_bytes_at_a_time(code: Code, target: str, kinds: Sequence[
         # Other threads' data, under a flag, neither comes nor goes by TMA.
         assert "TMA store" not in found, kind
         assert found["st v4.b32"], kind
-        if kind.startswith(("publish", "fetch", "sum")):
+        if kind.startswith(("publish", "fetch", "sum", "take", "return")):
             assert found["ld v4.b32"] and not found["matrix"], kind
             continue
         assert found["matrix"], kind

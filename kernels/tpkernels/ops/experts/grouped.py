@@ -55,24 +55,35 @@ def grouped_matmul_forward(
     transposed: bool = False,
     also: tuple[Tensor, Tensor] | None = None,
     fixed: bool = False,
+    usual_rows: int = 0,
 ) -> Tensor:
     """Run `grouped_matmul` without its checks and torch's dispatcher, for callers inside a Function of their own.
 
     Args:
         also: another x and w, of the same shapes, whose product is added before anything is rounded on a GPU:
             y_r = x_r w_e(r) + x'_r w'_e(r), as dx of gate and up is.
+        usual_rows: how many rows experts have together as a rule, where x's differ from call to call or are more than
+            that: a GPU's tiles are chosen by it. 0 for those of x.
     """
     if also is None and is_torchs(x, w, fixed):
         return multiply_by_torch(x, w, offsets, transposed)
     if has_kernel(x):
-        return launch_grouped_matmul(x, w, offsets, transposed=transposed, also=also, fixed=fixed)
+        return launch_grouped_matmul(
+            x, w, offsets, transposed=transposed, also=also, fixed=fixed, usual_rows=usual_rows
+        )
     return multiply_by_expert([(x, w)] if also is None else [(x, w), also], offsets, transposed, fixed)
 
 
-def accumulate_grouped_wgrad(buffer: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, *, fixed: bool = False) -> None:
-    """Run `grouped_wgrad_` without its checks and torch's dispatcher, for callers inside a Function of their own."""
+def accumulate_grouped_wgrad(
+    buffer: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, *, fixed: bool = False, usual_rows: int = 0
+) -> None:
+    """Run `grouped_wgrad_` without its checks and torch's dispatcher, for callers inside a Function of their own.
+
+    Args:
+        usual_rows: as grouped_matmul_forward.
+    """
     if has_kernel(x):
-        launch_grouped_wgrad(buffer, dy, x, offsets, fixed=fixed)
+        launch_grouped_wgrad(buffer, dy, x, offsets, fixed=fixed, usual_rows=usual_rows)
     else:
         accumulate_by_expert(buffer, dy, x, offsets, fixed)
 

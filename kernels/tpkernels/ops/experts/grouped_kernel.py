@@ -215,6 +215,7 @@ def launch_grouped_matmul(
     transposed: bool = False,
     also: tuple[Tensor, Tensor] | None = None,
     fixed: bool = False,
+    usual_rows: int = 0,
     config: MatmulConfig | None = None,
     processors: int | None = None,
 ) -> Tensor:
@@ -223,6 +224,8 @@ def launch_grouped_matmul(
     Args:
         x, w: of one of KERNEL_DTYPES; copied if rows of x, or an expert's weight, have gaps.
         also: another x and w of the same shapes and dtype.
+        usual_rows: how many rows experts have together as a rule, by which tiles are chosen, so that nothing is
+            compiled for those that come; 0 for all rows of x.
         fixed, config, processors: as launch_matmul.
 
     Returns: y, new and contiguous.
@@ -241,7 +244,7 @@ def launch_grouped_matmul(
         )
     )
     operands = (rows, below, also_rows, also_below)
-    config = config or config_by_expert(num_rows, n, k, x, num_experts, operands, fixed)
+    config = config or config_by_expert(usual_rows or num_rows, n, k, x, num_experts, operands, fixed)
     # A block beyond an expert's K would hold the next expert's weights.
     by_tma = below.by_tma and also_below.by_tma and not (transposed and k % config.block_k)
     below, also_below = below._replace(by_tma=by_tma), also_below._replace(by_tma=by_tma)
@@ -391,6 +394,7 @@ def launch_grouped_wgrad(
     offsets: Tensor,
     *,
     fixed: bool = False,
+    usual_rows: int = 0,
     config: MatmulConfig | None = None,
 ) -> None:
     """Launch buffer[e] += dy_e.T @ x_e.
@@ -398,12 +402,13 @@ def launch_grouped_wgrad(
     Args:
         buffer: [E, F, D], any floating-point dtype; added to as a copy if an expert's has gaps.
         dy, x: [R, F] and [R, D] of one of KERNEL_DTYPES; copied if rows have gaps.
+        usual_rows: as launch_grouped_matmul.
         fixed, config: as launch_matmul.
     """
     num_experts, num_out, num_in = buffer.shape
     if not buffer[0].is_contiguous():
         dense = buffer.contiguous()
-        launch_grouped_wgrad(dense, dy, x, offsets, fixed=fixed, config=config)
+        launch_grouped_wgrad(dense, dy, x, offsets, fixed=fixed, usual_rows=usual_rows, config=config)
         buffer.copy_(dense)
         return
     dy, x = (t if t.stride(1) == 1 else t.contiguous() for t in (dy, x))
@@ -411,7 +416,7 @@ def launch_grouped_wgrad(
     config = config or config_of(
         num_out,
         num_in,
-        cdiv(len(x), num_experts),
+        cdiv(usual_rows or len(x), num_experts),
         x.dtype,
         target_of(x),
         fixed=fixed,

@@ -44,20 +44,36 @@ def grouped_swiglu_reference(x: Tensor, w_gate: Tensor, w_up: Tensor, offsets: T
 
 
 def grouped_swiglu_forward(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, offsets: Tensor, keeps_y: bool, *, fixed: bool = False
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    offsets: Tensor,
+    keeps_y: bool,
+    *,
+    fixed: bool = False,
+    usual_rows: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Return (h, y) as `grouped_swiglu_op`, for callers inside a Function of their own.
 
     Args:
         keeps_y: whether backward will need y[R, 2F]; without, y has no elements.
+        usual_rows: as grouped_matmul_forward.
     """
     if has_kernel(x):
-        return launch_grouped_swiglu(x, w_gate, w_up, offsets, keeps_y, fixed=fixed)
+        return launch_grouped_swiglu(x, w_gate, w_up, offsets, keeps_y, fixed=fixed, usual_rows=usual_rows)
     return swiglu_by_expert(x, w_gate, w_up, offsets, keeps_y, fixed)
 
 
 def grouped_swiglu_backward(
-    dh: Tensor, y: Tensor, w_gate: Tensor, w_up: Tensor, offsets: Tensor, *, needs_dx: bool = True, fixed: bool = False
+    dh: Tensor,
+    y: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    offsets: Tensor,
+    *,
+    needs_dx: bool = True,
+    fixed: bool = False,
+    usual_rows: int = 0,
 ) -> tuple[Tensor | None, Tensor]:
     """Return (dx[R, D], dy[R, 2F]) from dh[R, F] and the y that forward kept, without torch's dispatcher.
 
@@ -65,6 +81,7 @@ def grouped_swiglu_backward(
 
     Args:
         needs_dx: without, dx is None.
+        usual_rows: as grouped_matmul_forward.
 
     Cost: reads dh and y, writes dy; 4*R*F*D flops for dx.
     """
@@ -72,7 +89,9 @@ def grouped_swiglu_backward(
     if not needs_dx:
         return None, dy
     dgate, dup = dy.chunk(2, dim=1)
-    return grouped_matmul_forward(dgate, w_gate, offsets, transposed=True, also=(dup, w_up), fixed=fixed), dy
+    also = dup, w_up
+    dx = grouped_matmul_forward(dgate, w_gate, offsets, transposed=True, also=also, fixed=fixed, usual_rows=usual_rows)
+    return dx, dy
 
 
 @torch.library.custom_op("tpkernels::grouped_swiglu", mutates_args=())

@@ -148,6 +148,7 @@ def launch_grouped_swiglu(
     keeps_y: bool,
     *,
     fixed: bool = False,
+    usual_rows: int = 0,
     config: MatmulConfig | None = None,
     processors: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -156,6 +157,7 @@ def launch_grouped_swiglu(
     Args:
         x, w_gate, w_up: of one of KERNEL_DTYPES; copied if rows of x, or an expert's weight, have gaps.
         keeps_y: whether y[R, 2F] is stored too.
+        usual_rows: as launch_grouped_matmul.
         fixed, config, processors: as launch_matmul.
 
     Returns: h and y; y has no elements if it is not stored.
@@ -165,7 +167,8 @@ def launch_grouped_swiglu(
     y = torch.empty((num_rows, 2 * n) if keeps_y else 0, dtype=x.dtype, device=x.device)
     target = target_of(x)
     rows, gates, ups = rows_operand(x, target), weights_operand(w_gate, target), weights_operand(w_up, target)
-    config = config or config_by_expert(num_rows, n, k, x, num_experts, (rows, gates, ups), fixed, gated=True)
+    operands = rows, gates, ups
+    config = config or config_by_expert(usual_rows or num_rows, n, k, x, num_experts, operands, fixed, gated=True)
     by_tma = gates.by_tma and ups.by_tma
     gates, ups = gates._replace(by_tma=by_tma), ups._replace(by_tma=by_tma)
     run(

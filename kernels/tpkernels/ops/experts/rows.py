@@ -102,7 +102,7 @@ def _combine_rows_backward_kernel(
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Write the k rows of dys and the k dweights of one token per program."""
+    """Write the k rows of dys, unless it is None, and the k dweights of one token per program."""
     i_token = tl.program_id(0).to(tl.int64)
     o_choice = tl.arange(0, BLOCK_K)
     b_dweights = widened(tl.zeros([BLOCK_K], p_ys.dtype.element_ty))
@@ -116,8 +116,9 @@ def _combine_rows_backward_kernel(
             # [BLOCK_COLUMNS]
             b_ys = widened(tl.load(p_ys + i_row * stride_ys + o_column, mask=m_column, other=0.0))
             b_dweights += tl.where(o_choice == j, tl.sum(b_dy * b_ys, axis=0), 0.0)
-            b_dys = b_dy * tl.load(p_weights + i_token * K + j).to(b_dy.dtype)
-            tl.store(p_dys + i_row * num_columns + o_column, b_dys.to(p_dys.dtype.element_ty), mask=m_column)
+            if p_dys is not None:
+                b_dys = b_dy * tl.load(p_weights + i_token * K + j).to(b_dy.dtype)
+                tl.store(p_dys + i_row * num_columns + o_column, b_dys.to(p_dys.dtype.element_ty), mask=m_column)
     tl.store(p_dweights + i_token * K + o_choice, b_dweights.to(p_dweights.dtype.element_ty), mask=o_choice < K)
 
 
@@ -160,9 +161,20 @@ def launch_add_rows(rows: Tensor, places: Tensor, weights: Tensor | None, k: int
 
 def launch_combine_rows_backward(dy: Tensor, ys: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Run the operator tpkernels::combine_rows_backward with its kernel."""
+    dys = ys.new_empty(ys.shape)
+    return dys, _launch_gradients(dy, ys, places, weights, dys)
+
+
+def launch_weight_gradients(dy: Tensor, ys: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """Return dweights alone, with the bits that launch_combine_rows_backward gives them."""
+    return _launch_gradients(dy, ys, places, weights, None)
+
+
+def _launch_gradients(dy: Tensor, ys: Tensor, places: Tensor, weights: Tensor, dys: Tensor | None) -> Tensor:
+    """Return dweights, and write dys if there is one."""
     dy, ys = (t if t.stride(1) == 1 else t.contiguous() for t in (dy, ys))
     (num_tokens, k), num_columns = weights.shape, ys.shape[1]
-    dys, dweights = ys.new_empty(ys.shape), weights.new_empty(weights.shape)
+    dweights = weights.new_empty(weights.shape)
     run(
         _combine_rows_backward_kernel,
         (num_tokens,),
@@ -180,7 +192,7 @@ def launch_combine_rows_backward(dy: Tensor, ys: Tensor, places: Tensor, weights
         # With 1024 columns a kernel in float32 spills on sm_80.
         **_block(num_columns, most=512),
     )
-    return dys, dweights
+    return dweights
 
 
 def _add_on_host(rows: Tensor, places: Tensor, weights: Tensor | None, k: int) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from support.kernels.precision import check_errors, unwritten_is_nan, with_gaps, with_longer_rows
 from support.kernels.rungs import Rung, every_grid_of_a_product, every_rung, every_rung_and_dtype_of_a_product
 from torch import Tensor
+from tpkernels.launch import Target, observed
 from tpkernels.ops.experts.grouped import (
     accumulate_grouped_wgrad,
     grouped_matmul,
@@ -473,3 +474,24 @@ def test_compiled_as_eager() -> None:
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
     for got, want in zip(*(torch.autograd.grad(f(*leaves), leaves) for f in (compiled, experts)), strict=True):
         assert torch.equal(got, want)
+
+
+def constants_of(rows: int, usual_rows: int) -> list[dict[str, object]]:
+    """What is compiled for products of so many rows, forward and backward, on one target."""
+    experts, width, ffn = 8, 512, 256
+    found: list[dict[str, object]] = []
+    x, dgate = (torch.empty(rows, n, dtype=torch.bfloat16, device="meta") for n in (width, ffn))
+    w = torch.empty(experts, ffn, width, dtype=torch.bfloat16, device="meta")
+    offsets = torch.empty(experts + 1, dtype=torch.int32, device="meta")
+    with observed(Target("cuda", 90), lambda kernel, grid, arguments, options: found.append(options)):
+        launch_grouped_swiglu(x, w, w, offsets, True, usual_rows=usual_rows)
+        launch_grouped_matmul(x, w, offsets, usual_rows=usual_rows)
+        launch_grouped_wgrad(w.float(), dgate, x, offsets, usual_rows=usual_rows)
+    return found
+
+
+def test_tiles_follow_the_rows_that_there_are_usually() -> None:
+    """Not those that come: nothing is compiled in the middle of a run."""
+    usual = constants_of(1 << 12, 0)
+    assert all(constants_of(rows, 1 << 12) == usual for rows in (1, 1000, 1 << 15))
+    assert constants_of(16, 0) != usual
