@@ -13,8 +13,10 @@ compares models, has none of it. A bias is a weight as others are, in checkpoint
 
 Of each layer with experts a row of metrics.jsonl has, of all tokens of the step,
 
-    expert_load/LAYER      tokens of its hottest expert over those of the mean one: 1 is even, E/k the most
-    expert_tokens/LAYER    tokens of its hottest expert
+    expert_load/LAYER         tokens of its hottest expert over those of the mean one: 1 is even, E/k the most
+    expert_tokens/LAYER       tokens of its hottest expert
+    expert_rank_load/LAYER    rows of the experts of its hottest rank over those of the mean one, of the N = ep ranks
+    expert_crossing/LAYER     share of the rows whose expert is another rank's than their token; 0 with ep 1
 
 and with the auxiliary loss `balance_loss`, its mean before the rate: k where all is even.
 
@@ -36,6 +38,10 @@ from tpengine.layout.groups import moved_of
 from tpengine.layout.parameters import layers_of_experts
 from tpengine.training.train_state import TrainState
 
+_TOKENS = "expert_tokens"
+# Of each layer, in the order of `figures`.
+_NAMES = ("expert_load", _TOKENS, "expert_rank_load", "expert_crossing")
+
 
 class ExpertLoads:
     """What the routers of a step have chosen, on this rank and then on all.
@@ -45,18 +51,30 @@ class ExpertLoads:
         sums_over: the ranks whose tables are parts of one: replicas and stages.
         biases: those that move, by the place of their layer.
         rate: of the loss or of the biases.
+        num_owners, owner: how many ranks share the experts, N, and which of them this is: it has experts owner E/N to
+            (owner + 1) E/N - 1.
 
     Attributes:
         tables: as given.
         counts: int64 [layers, E], of all ranks, once CLIP has summed them.
+        crossing: int64 [layers], rows whose expert is another rank's, the same.
         losses: float64 [layers, micro-batches of all replicas], the same.
     """
 
     def __init__(
-        self, tables: Balance, sums_over: Sequence[Communicator], biases: dict[int, Parameter], rate: float
+        self,
+        tables: Balance,
+        sums_over: Sequence[Communicator],
+        biases: dict[int, Parameter],
+        rate: float,
+        num_owners: int = 1,
+        owner: int = 0,
     ) -> None:
         self.tables, self._sums_over, self._biases, self._rate = tables, sums_over, biases, rate
-        self.counts = tables.counts.sum(1)
+        self._num_owners, per_rank = num_owners, tables.counts.shape[2] // num_owners
+        self._own = slice(owner * per_rank, (owner + 1) * per_rank)
+        self.counts = tables.counts.sum(1, dtype=torch.int64)
+        self.crossing = self.counts.sum(1)
         self.losses = tables.losses.clone()
 
     @classmethod
@@ -87,7 +105,8 @@ class ExpertLoads:
         for name, weight in model.held.items():
             if model.pieces[name].spec.name in moved:
                 biases[layers.index(int(name.split(".")[1]))] = weight
-        return cls(tables, (comms.dp, comms.pp), biases, train.balance_rate)
+        owners = (1, 0) if comms.ep is None else (comms.ep.size, comms.ep.rank)
+        return cls(tables, (comms.dp, comms.pp), biases, train.balance_rate, *owners)
 
     def begin(self, scale: float) -> None:
         """Forget the step before.
@@ -103,7 +122,9 @@ class ExpertLoads:
 
         Returns: float64 [], what the auxiliary loss adds to the loss of the step; 0 without.
         """
-        counts, losses, parts = self.tables.counts.sum(1, dtype=torch.int64), self.tables.losses, self.tables.parts
+        own, losses, parts = self.tables.counts.sum(1, dtype=torch.int64), self.tables.losses, self.tables.parts
+        # Of the rows of this rank's tokens, those that its own experts do not get. [layers, E + 1]
+        counts = torch.cat([own, own.sum(1, keepdim=True) - own[:, self._own].sum(1, keepdim=True)], 1)
         if parts is not None:
             parts.all_reduce_(counts)
             # Without an auxiliary loss no rank knows yet of scores of others that are no numbers.
@@ -112,7 +133,8 @@ class ExpertLoads:
         numbers = torch.cat([counts.view(-1), losses.view(torch.int64).view(-1)])
         for ranks in self._sums_over:
             ranks.all_reduce_(numbers)
-        self.counts = numbers[: counts.numel()].view_as(counts)
+        counts = numbers[: counts.numel()].view_as(counts)
+        self.counts, self.crossing = counts[:, :-1], counts[:, -1]
         self.losses = numbers[counts.numel() :].view(torch.float64).view_as(self.losses)
         return self._rate * self.losses.mean() if self.tables.has_loss else self.losses.new_zeros(())
 
@@ -129,17 +151,20 @@ class ExpertLoads:
             bias.add_(signs.to(bias.dtype), alpha=self._rate)
 
     def figures(self) -> Tensor:
-        """Return what `named` reads, float64 [1 + 2 layers]; equal on all ranks."""
-        hottest, mean = self.counts.amax(1).double(), self.counts.double().mean(1)
-        return torch.cat([self.losses.mean()[None], hottest / mean, hottest])
+        """Return what `named` reads, float64 [1 + 4 layers]; equal on all ranks."""
+        hottest, mean, total = self.counts.amax(1).double(), self.counts.double().mean(1), self.counts.sum(1).double()
+        by_rank = self.counts.view(len(self.counts), self._num_owners, -1).sum(2)
+        rank_load = by_rank.amax(1) * self._num_owners / total
+        return torch.cat([self.losses.mean()[None], hottest / mean, hottest, rank_load, self.crossing / total])
 
     def named(self, figures: Sequence[float]) -> dict[str, float]:
         """Return the figures by their names in metrics.jsonl."""
         layers, (mean_loss, *of_layers) = self.tables.layers, figures
-        loads, tokens = of_layers[: len(layers)], of_layers[len(layers) :]
         named = {"balance_loss": mean_loss} if self.tables.has_loss else {}
-        named |= {f"expert_load/{layer}": load for layer, load in zip(layers, loads, strict=True)}
-        return named | {f"expert_tokens/{layer}": int(number) for layer, number in zip(layers, tokens, strict=True)}
+        fields = [(name, layer) for name in _NAMES for layer in layers]
+        for (name, layer), value in zip(fields, of_layers, strict=True):
+            named[f"{name}/{layer}"] = int(value) if name == _TOKENS else value
+        return named
 
     def first_without_number(self) -> tuple[int, int] | None:
         """Return (micro-batch, layer) of the first scores of the step that are no numbers; None if all are."""
