@@ -22,6 +22,7 @@ from support.kernels.mutations import survivors
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.experts import Routes, exchange_counts
 from tpkernels.work import crossing_rows
 
@@ -335,19 +336,19 @@ def test_exact_mode_has_one_processs_bits(ranks: RankPool, layout: tuple[int, in
 
 def counts_of_one_rank_only(trainer: Trainer) -> None:
     assert trainer.step.loads is not None
-    trainer.step.loads._sums_over = ()
+    trainer.step.loads._replicas = Communicator(None)
 
 
 def counts_of_the_last_micro_batch_only(trainer: Trainer) -> None:
     loads = trainer.step.loads
     assert loads is not None
-    sums = loads.sum_over_ranks
+    own = loads._of_this_rank
 
     def of_last() -> Tensor:
         loads.tables.counts[:, :-1] = 0
-        return sums()
+        return own()
 
-    loads.sum_over_ranks = of_last  # type: ignore[method-assign]
+    loads._of_this_rank = of_last  # type: ignore[method-assign]
 
 
 def biases_moved_before_all_counts_are_in(trainer: Trainer) -> None:
@@ -361,8 +362,11 @@ def biases_moved_before_all_counts_are_in(trainer: Trainer) -> None:
         backward(action)
         if not moved and action.piece[1] == 0:
             moved.append(True)
-            loads.sum_over_ranks()
+            loads.start_sum()
+            loads.wait(loads.index or 0)
+            loads.sum_over_stages()
             move(torch.zeros(()))
+            loads._numbers = None
 
     def forget(step: int) -> Any:
         moved.clear()
