@@ -10,6 +10,7 @@ from tpengine.plan import (
     SCHEDULES,
     Bucket,
     Chunk,
+    CountBucket,
     Plan,
     TensorSpec,
     Tie,
@@ -26,11 +27,17 @@ BOUNDARY = TensorSpec((128, 64), "float32")
 def build_plan() -> Callable[..., Plan]:
     """Lower a schedule over a model of one layer more than chunks.
 
-    With ties between the ends, or a bucket of both where they share a rank, and two buckets per chunk unless told.
+    With ties between the ends, or a bucket of both where they share a rank, and two buckets per chunk unless told. With
+    counts of every rank if asked for.
     """
 
     def build(
-        schedule: str, num_ranks: int, num_microbatches: int, has_buckets: bool = True, num_chunks: int = 2
+        schedule: str,
+        num_ranks: int,
+        num_microbatches: int,
+        has_buckets: bool = True,
+        num_chunks: int = 2,
+        has_counts: bool = False,
     ) -> Plan:
         training = schedule in SCHEDULES
         if training:
@@ -48,6 +55,11 @@ def build_plan() -> Callable[..., Plan]:
             buckets.append(Bucket(2 * len(ranks), (0, last)))
         ties = [Tie(0, (0, last))] if ranks[0] != ranks[last] else []
         ties += [Tie(1, (1, 2, last))] if len({ranks[chunk] for chunk in (1, 2, last) if chunk <= last}) == 3 else []
-        return lower(made, chunks, buckets, ties, num_microbatches, len(ranks) + 1, training=training)
+        counts = [
+            CountBucket(2 * len(ranks) + 1 + rank, tuple(at for at, of in enumerate(ranks) if of == rank))
+            for rank in range(num_ranks)
+            if has_counts
+        ]
+        return lower(made, chunks, buckets, ties, num_microbatches, len(ranks) + 1, training=training, counts=counts)
 
     return build

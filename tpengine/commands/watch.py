@@ -11,11 +11,11 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rich.live import Live
 from rich.table import Table
@@ -40,9 +40,14 @@ PANELS = (
     ("peak_memory_bytes", "peak memory, GB", 1e-9),
     ("balance_loss", "auxiliary loss of experts", 1.0),
     ("expert_load", "tokens of the hottest expert over the mean, largest of the layers", 1.0),
+    ("expert_tokens", "tokens of the hottest expert, largest of the layers", 1.0),
+    ("expert_rank_load", "rows of the hottest rank over the mean, largest of the layers", 1.0),
+    ("expert_crossing", "share of rows whose expert is another rank's, largest of the layers", 1.0),
 )
-# Of each layer with experts a field; their panel has the largest as a line, each layer as a thin one.
-_LOAD = "expert_load/"
+# Of each layer with experts a field; their panels have the largest as a line, each layer as a thin one.
+_LOADS = ("expert_load", "expert_tokens", "expert_rank_load", "expert_crossing")
+# Where no rows cross, as ranks share no experts, these two say nothing.
+_CROSSING, _SPREAD = "expert_crossing", ("expert_rank_load", "expert_crossing")
 # Fields of a run's own metrics; of a mixture's sources, with another /, none is drawn.
 _OWN = ("metric/", "held_out_metric/")
 # A float knows them apart: rows of others are none of a run's.
@@ -152,16 +157,28 @@ def _add(history: History, row: dict[str, Any], number: int) -> None:
         history.events.append((number, sign.replace("_", " ")))
     if "event" not in row:
         history.num_steps = max(history.num_steps, number)
-    loads = [value for name, value in row.items() if name.startswith(_LOAD) and isinstance(value, float)]
-    if loads:
-        row = {**row, "expert_load": max(loads)}
-    drawn = (*_OWN, _LOAD)
+    row = row | _largest_of_layers(row)
+    drawn = (*_OWN, *(f"{load}/" for load in _LOADS))
     own = ((name, "", 1.0) for name in row if name.startswith(drawn) and name.count("/") == 1)
     for name, _, factor in (*PANELS, *own):
         value = row.get(name)
-        # An integer of JSON may be larger than any float; NaN is not below.
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+        if _is_number(value):
             history.series.setdefault(name, []).append((number, value * factor))
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    # An integer of JSON may be larger than any float; NaN is not below.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _largest_of_layers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return each load of experts, its largest over the layers that a row has it of."""
+    found: dict[str, float] = {}
+    for name, value in row.items():
+        load, slash, _ = name.partition("/")
+        if slash and load in _LOADS and _is_number(value):
+            found[load] = max(value, found.get(load, value))
+    return found
 
 
 def _length_of(run_dir: Path) -> int:
@@ -177,6 +194,8 @@ def _length_of(run_dir: Path) -> int:
 def panels_of(histories: Sequence[History]) -> list[tuple[str, str, float]]:
     """Return the panels of which a run has numbers: those of every run, then each metric of theirs."""
     found = {name for history in histories for name in history.series}
+    if not any(value for history in histories for _, value in history.series.get(_CROSSING, ())):
+        found -= set(_SPREAD)
     of_all = [panel for panel in PANELS if panel[0] in found]
     own = sorted((name.partition("/")[2], name) for name in found if name.startswith(_OWN))
     return of_all + [(name, f"held-out {of}" if name.startswith(_OWN[1]) else of, 1.0) for of, name in own]
@@ -271,6 +290,6 @@ def _panel(histories: Sequence[History], name: str, heading: str, top: int, last
             path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in thinned)
             colour, width = _COLOURS[number % len(_COLOURS)], 1.4 if line == name else 0.4
             shape = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"'
-            layer = escape(line.removeprefix(_LOAD))
+            layer = escape(line.partition("/")[2])
             parts.append(f"{shape}/>" if line == name else f"{shape}><title>layer {layer}</title></polyline>")
     return parts

@@ -30,6 +30,7 @@ from tpengine.layout.parameters import (
     exact_gradients,
     gradients_of,
     kv_replicas,
+    layers_of_experts,
     leaf_parts,
     sliced_gradients,
     stage_specs,
@@ -37,6 +38,7 @@ from tpengine.layout.parameters import (
 from tpengine.plan import (
     Bucket,
     Chunk,
+    CountBucket,
     Gathered,
     Plan,
     Recompute,
@@ -349,7 +351,33 @@ def lowered(config: Config, layout: Layout) -> Plan:
         num_layers=config.model.num_layers,
         training=True,
         residency=layout.residency,
+        counts=_counts(config, layout),
     )
+
+
+def _counts(config: Config, layout: Layout) -> tuple[CountBucket, ...]:
+    """What routers count, by stage: where several ranks each route some of a step's tokens, they sum it."""
+    if num_counting(layout) == 1:
+        return ()
+    found: list[CountBucket] = []
+    with_experts = layers_of_experts(config.model)
+    for stage in range(layout.pp):
+        held = {at: range(*layout.layers[at]) for at in layout.chunks_of(stage)}
+        chunks = tuple(at for at, layers in held.items() if any(layer in layers for layer in with_experts))
+        if chunks:
+            found.append(CountBucket(len(layout.buckets) + len(found), chunks))
+    return tuple(found)
+
+
+def num_counting(layout: Layout) -> int:
+    """How many ranks of a stage route tokens of their own: its replicas; where ranks share experts, tp ranks too."""
+    return layout.dp * (layout.tp if layout.ep > 1 else 1)
+
+
+def counts_bytes(config: Config, layout: Layout) -> int:
+    """Bytes of what a stage counts, in int64: of each layer tokens of every expert, crossing rows, auxiliary losses."""
+    num_micro_batches = config.train.num_micro_batches * layout.dp
+    return 8 * len(layers_of_experts(config.model)) * (config.model.details.num_experts + 1 + num_micro_batches)
 
 
 def evaluation_micro_batches(config: Config) -> int:

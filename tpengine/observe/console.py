@@ -299,6 +299,8 @@ class ProgressLine:
             half, whole = (share * record[f"mfu_attention_{how}"] for how in ("causal", "full"))
             figures += f"  MFU {half:.1%} (attention whole {whole:.1%})"
         figures += f"  {record['peak_memory_bytes'] / 1e9:.2f} GB"
+        if loads := [load for name, load in record.items() if name.startswith("expert_load/")]:
+            figures += f"  hottest expert {max(loads):.2f}x"
         why = ", it leaps" if "event" in record else ""
         return figures + (f"  skipped{why}" if record.get("skipped") else "")
 

@@ -149,7 +149,8 @@ def decode_record(encoded: bytes, actions: Sequence[Action], offset_ns: int = 0)
         text, begin, end = next(events, ("the end", 0, 0))
         _check_same(text, action)
         ran.append(Ran(action, begin - offset_ns, end - offset_ns))
-        if action.kind is Kind.GATHER:
+        # Counts are reduced by an action of their own.
+        if action.kind in (Kind.GATHER, Kind.REDUCE):
             starts[action].append(begin - offset_ns)
         for sub in action.posts if action.kind in COMPUTE else ():
             text, begin, _ = next(events, ("the end", 0, 0))

@@ -11,6 +11,7 @@ from tpengine.plan.partition import partition_layers
 from tpengine.plan.plan import (
     Bucket,
     Chunk,
+    CountBucket,
     Gathered,
     Plan,
     PlanError,
@@ -32,6 +33,7 @@ __all__ = [
     "Bucket",
     "Chunk",
     "ComputeLists",
+    "CountBucket",
     "Gathered",
     "Kind",
     "Plan",

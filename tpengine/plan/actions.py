@@ -6,6 +6,7 @@
     1SEND_F3 2RECV_F3     activation of micro-batch 3 from chunk 1 to chunk 2
     1SEND_B3 0RECV_B3     gradient of micro-batch 3 from chunk 1 to chunk 0
     r2 g2 f2  t0          reduce bucket 2; gather, free its weights; reduce tied parameter 0
+    r4                    as an action of its own: reduce counts 4, that forwards have added to
     w[1RECV_F3 r0 g1]     wait for the earlier asynchronous actions listed
     CLIP STEP             clip the gradient norm, step the optimizer
 

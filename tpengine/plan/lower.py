@@ -2,6 +2,7 @@
 
     add_transfers    tensors are sent to the next rank as soon as they exist; receives are posted at the same time
     add_reductions   gradient buckets start inside the last backward that fills them, or inside each
+    add_counts       what forwards have counted is reduced behind all that a rank computes
     add_residency    weights that a replica holds in part are gathered before use, and freed after it (residency.py)
     add_waits        each asynchronous action is waited for as late as its use allows, each one separately
     add_ending       ties, clipping, the optimizer's step
@@ -52,7 +53,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tpengine.plan.actions import COMPUTE, INPUT_GRADIENT, SENDS, WEIGHT_GRADIENT, Action, Kind, counterpart
 from tpengine.plan.clock import Span, clock, whole_unit_durations
-from tpengine.plan.plan import Bucket, Chunk, Plan, Reduced, Residency, Tie
+from tpengine.plan.plan import Bucket, Chunk, CountBucket, Plan, Reduced, Residency, Tie
 from tpengine.plan.residency import add_residency
 from tpengine.plan.schedule import ComputeLists, Schedule
 
@@ -69,6 +70,7 @@ def lower(
     num_layers: int,
     training: bool,
     residency: Residency = Residency.STEP,
+    counts: Sequence[CountBucket] = (),
 ) -> Plan:
     """Complete compute lists to a plan. It is not verified here: pass it to `verify`.
 
@@ -82,6 +84,7 @@ def lower(
         num_layers: layers of the whole model.
         training: False leaves out reductions, ties, clipping and the step.
         residency: how long the gathered weights of SLICED buckets are kept.
+        counts: what forwards count, where replicas sum it; a plan without training does not.
     Returns: the plan.
     Raises: ValueError: the compute lists cannot finish, or schedule and chunks do not agree.
     Cost: O(n log n) in the number n of actions, sub-actions included.
@@ -92,6 +95,7 @@ def lower(
     own = _buckets_by_rank(schedule.ranks, buckets)
     if training:
         lists = tuple(add_reductions(actions, own[rank]) for rank, actions in enumerate(lists))
+        lists = tuple(add_counts(actions, rank, schedule.ranks, counts) for rank, actions in enumerate(lists))
     lists = tuple(add_residency(actions, own[rank], residency) for rank, actions in enumerate(lists))
     lists = tuple(add_waits(actions, own[rank]) for rank, actions in enumerate(lists))
     if training:
@@ -105,6 +109,7 @@ def lower(
         ties=tuple(ties),
         actions=lists,
         training=training,
+        counts=tuple(counts) if training else (),
     )
 
 
@@ -202,6 +207,21 @@ def add_reductions(actions: Sequence[Action], buckets: Sequence[Bucket]) -> tupl
         backward = lowered[position]
         lowered[position] = Action(backward.kind, *backward.piece, subs=tuple(subs))
     return tuple(lowered)
+
+
+def add_counts(
+    actions: Sequence[Action], rank: int, ranks: Sequence[int], counts: Sequence[CountBucket]
+) -> tuple[Action, ...]:
+    """Reduce what the rank has counted, behind its last action: with the buckets of the last backward on the way.
+
+    Counts are complete earlier, after the last forward. But they are a few kilobytes, and nobody reads them before
+    CLIP: reduced in the middle, replicas would wait for each other there, where their transport sums before it returns.
+
+    Args: actions: one rank's list. rank: its number. ranks: the rank of each chunk. counts: of all ranks.
+    Returns: the list with the reductions of its counts.
+    """
+    own = [of for of in counts if rank in {ranks[chunk] for chunk in of.chunks if 0 <= chunk < len(ranks)}]
+    return (*actions, *(Action(Kind.REDUCE, index=of.index) for of in own))
 
 
 def add_waits(actions: Sequence[Action], buckets: Sequence[Bucket] = ()) -> tuple[Action, ...]:

@@ -124,6 +124,19 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class CountBucket:
+    """What the forwards of a rank count, as tokens of each expert, and replicas sum once a step.
+
+    Args:
+        index: unique over the whole plan, among those of its buckets.
+        chunks: the chunks whose forwards add to it, all on one rank.
+    """
+
+    index: int
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Tie:
     """A parameter used by several chunks that live on different ranks; its gradients are summed over them."""
 
@@ -143,6 +156,7 @@ class Plan:
         buckets: the parameters that replicas gather and reduce. ties: the gradients to sum over chunks.
         actions: one list per pipeline rank.
         training: False for a plan that only runs forward.
+        counts: what a step counts in forward and sums over replicas, at most one entry for each rank.
     """
 
     schedule: str
@@ -153,6 +167,7 @@ class Plan:
     ties: tuple[Tie, ...]
     actions: tuple[tuple[Action, ...], ...]
     training: bool
+    counts: tuple[CountBucket, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -178,6 +193,10 @@ class Plan:
         """Return the chunks that a rank holds, in model order."""
         return tuple(index for index, chunk in enumerate(self.chunks) if chunk.rank == rank)
 
+    def counts_of(self, rank: int) -> CountBucket | None:
+        """Return what the forwards of a rank count; None if nothing."""
+        return next((counts for counts in self.counts if self.chunks[counts.chunks[0]].rank == rank), None)
+
     def tie_ranks(self, tie: Tie) -> tuple[int, ...]:
         """Return the ranks that hold the tie's chunks, in the tie's order."""
         return tuple(self.chunks[chunk].rank for chunk in tie.chunks)
@@ -194,6 +213,7 @@ class Plan:
         for bucket in self.buckets:
             state = f"weights {bucket.weights} reduced {bucket.reduced}"
             lines.append(f"bucket {bucket.index} chunks {' '.join(map(str, bucket.chunks))} {state}")
+        lines += [f"counts {counts.index} chunks {' '.join(map(str, counts.chunks))}" for counts in self.counts]
         lines += [f"tie {tie.index} chunks {' '.join(map(str, tie.chunks))}" for tie in self.ties]
         lines += [f"rank {rank}: {format_actions(actions)}" for rank, actions in enumerate(self.actions)]
         return "\n".join(lines) + "\n"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from tpengine.plan.actions import Action, format_actions, parse_actions
-from tpengine.plan.plan import Bucket, Chunk, Gathered, Plan, Recompute, Reduced, TensorSpec, Tie, Weights
+from tpengine.plan.plan import Bucket, Chunk, CountBucket, Gathered, Plan, Recompute, Reduced, TensorSpec, Tie, Weights
 
 T = TypeVar("T")
 
@@ -29,7 +29,8 @@ _SHOWN_CHARACTERS = 80
 def parse_plan(text: str) -> Plan:
     """Parse the text of a plan; the inverse of `Plan.text`.
 
-    Args: text: one line that starts with "plan", then the lines of the chunks, buckets, ties and ranks, in this order.
+    Args: text: one line that starts with "plan", then the lines of the chunks, buckets, counts, ties and ranks, in this
+        order.
     Returns: the plan, not verified; `parse_plan(plan.text()) == plan` where the schedule's name is one line and each
         dtype is one word.
     Raises: ValueError: malformed text; one line with the line's number, the rule and the text.
@@ -39,11 +40,16 @@ def parse_plan(text: str) -> Plan:
     if len(heads) != 1:
         raise lines.error(f"a plan's text starts with one line like {_HEAD.example!r}", after=len(heads) > 1)
     schedule, training, num_microbatches, num_layers = heads[0]
-    chunks, buckets, ties = lines.take(_CHUNK), lines.take(_BUCKET), lines.take(_TIE)
+    chunks, buckets, counts, ties = (
+        lines.take(_CHUNK),
+        lines.take(_BUCKET),
+        lines.take(_COUNTS),
+        lines.take(_TIE),
+    )
     actions = lines.take(_RANK)
     if not lines.at_end:
-        raise lines.error("a plan's text is its head, chunks, buckets, ties and ranks, in this order")
-    return Plan(schedule, num_microbatches, num_layers, chunks, buckets, ties, actions, training)
+        raise lines.error("a plan's text is its head, chunks, buckets, counts, ties and ranks, in this order")
+    return Plan(schedule, num_microbatches, num_layers, chunks, buckets, ties, actions, training, counts)
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,11 @@ def _bucket(_: int, groups: tuple[str, ...]) -> Bucket:
     return Bucket(int(index), tuple(map(int, chunks.split())), Weights(weights), Reduced(reduced))
 
 
+def _counts(_: int, groups: tuple[str, ...]) -> CountBucket:
+    index, chunks = groups
+    return CountBucket(int(index), tuple(map(int, chunks.split())))
+
+
 def _tie(_: int, groups: tuple[str, ...]) -> Tie:
     index, chunks = groups
     return Tie(int(index), tuple(map(int, chunks.split())))
@@ -167,6 +178,12 @@ _BUCKET = _Form(
     re.compile(rf"bucket {_INTEGER} chunks {_INTEGERS} weights ({'|'.join(Weights)}) reduced ({'|'.join(Reduced)})"),
     "bucket 2 chunks 0 weights whole reduced step",
     _bucket,
+)
+_COUNTS = _Form(
+    "counts",
+    re.compile(rf"counts {_INTEGER} chunks {_INTEGERS}"),
+    "counts 4 chunks 0 1",
+    _counts,
 )
 _TIE = _Form(
     "tie",

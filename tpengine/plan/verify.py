@@ -1,7 +1,8 @@
 """Verify: a plan that passes finishes and loses no gradient. The plan that runs is the plan that was verified.
 
 Here is what needs no other rank: the parts of the plan that are named, and the compute actions in each list.
-verify_transfers.py checks what crosses ranks and whether the plan finishes, verify_buckets.py gradients and weights.
+verify_transfers.py checks what crosses ranks and whether the plan finishes, verify_buckets.py gradients and weights,
+verify_counts.py what forwards count.
 Checks run from the simple to the involved, so that a broken plan is reported by the rule nearest to the cause. Each
 takes a plan and returns None or raises PlanError; it may rely on the checks that run before it. They share no code with
 lowering except the meaning of a single action.
@@ -16,6 +17,7 @@ from tpengine.dtypes import DTYPES
 from tpengine.plan.actions import COMPUTE, Action, Kind
 from tpengine.plan.plan import Plan, Reduced, fault
 from tpengine.plan.verify_buckets import check_gradients, check_residency
+from tpengine.plan.verify_counts import check_counts
 from tpengine.plan.verify_transfers import check_blocking, check_channels, check_matching, check_posting, check_receives
 
 _Positions = dict[tuple[Kind, int, int], int]
@@ -25,9 +27,9 @@ def verify(plan: Plan) -> None:
     """Check a plan completely.
 
     In this order: chunks, layers, buckets and ties exist; each (chunk, micro-batch) is computed once in each direction
-    and in order, also between chunks of one rank; sends and receives pair up; every contribution to a
-    bucket or tie is reduced once, before CLIP STEP; weights are gathered before their use and freed after it;
-    everything posted is waited for in time; no receive slot is overwritten; no deadlock, with blocking transfers or
+    and in order, also between chunks of one rank; sends and receives pair up; every contribution to a bucket or tie is
+    reduced once, before CLIP STEP, and so is what forwards count; weights are gathered before their use and freed after
+    it; everything posted is waited for in time; no receive slot is overwritten; no deadlock, with blocking transfers or
     in-order channels. The order in which micro-batches add to a weight's gradient is not checked here: see
     `Schedule.keeps_order`. Bytes are not known here: `simulate` counts them.
 
@@ -39,6 +41,7 @@ def verify(plan: Plan) -> None:
     check_compute(plan)
     check_matching(plan)
     check_gradients(plan)
+    check_counts(plan)
     check_residency(plan)
     check_posting(plan)
     check_receives(plan)
@@ -114,9 +117,10 @@ def _check_boundaries(plan: Plan) -> None:
 
 
 def _check_gradients(plan: Plan) -> None:
-    _check_unique(plan, "bucket", [bucket.index for bucket in plan.buckets])
+    _check_unique(plan, "bucket", [*(of.index for of in plan.buckets), *(of.index for of in plan.counts)])
     _check_unique(plan, "tie", [tie.index for tie in plan.ties])
     named = [(f"bucket {bucket.index}", chunk) for bucket in plan.buckets for chunk in bucket.chunks]
+    named += [(f"counts {counts.index}", chunk) for counts in plan.counts for chunk in counts.chunks]
     named += [(f"tie {tie.index}", chunk) for tie in plan.ties for chunk in tie.chunks]
     for name, chunk in named:
         if not 0 <= chunk < len(plan.chunks):
@@ -126,6 +130,14 @@ def _check_gradients(plan: Plan) -> None:
         if len(holders) != 1 or len(set(bucket.chunks)) < len(bucket.chunks):
             values = f"bucket {bucket.index} names chunks {list(bucket.chunks)}"
             raise fault(plan, "a bucket belongs to chunks of one rank, each once", values)
+    for counts in plan.counts:
+        holders = {plan.chunks[chunk].rank for chunk in counts.chunks}
+        if len(holders) != 1 or len(set(counts.chunks)) < len(counts.chunks):
+            values = f"counts {counts.index} name chunks {list(counts.chunks)}"
+            raise fault(plan, "counts belong to chunks of one rank, each once", values)
+    counting = [plan.chunks[counts.chunks[0]].rank for counts in plan.counts]
+    if len(set(counting)) < len(counting):
+        raise fault(plan, "the chunks of a rank count together", f"counts {[of.index for of in plan.counts]} do not")
     for tie in plan.ties:
         ranks = plan.tie_ranks(tie)
         if len(ranks) < 2 or len(set(ranks)) < len(ranks):

@@ -79,10 +79,11 @@ def _check_buckets(
     last_backward: _LastBackward,
     buckets: Sequence[Bucket],
 ) -> None:
-    own = {bucket.index for bucket in buckets}
+    own, counts = {bucket.index for bucket in buckets}, plan.counts_of(rank)
+    own |= set() if counts is None else {counts.index}
     for position, action in placed:
         if action.kind is Kind.REDUCE and action.index not in own:
-            values = f"{action} on rank {rank}, whose buckets are {[bucket.index for bucket in buckets]}"
+            values = f"{action} on rank {rank}, whose buckets are {sorted(own)}"
             raise fault(plan, "a rank reduces its own chunks' buckets", values, rank, position)
     for bucket in buckets:
         found = positions.get((Kind.REDUCE, bucket.index), ())

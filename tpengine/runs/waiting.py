@@ -128,10 +128,9 @@ def awaited(state: TrainState, what: object) -> dict[str, list[int]]:
         sharing = {} if mesh.ep is None else {"ep": _members(mesh.ep)}
         return _others({"tp": _members(mesh.tp), **sharing})
     if what.kind is Kind.CLIP:
-        # The last stage also sums the losses over the replicas; where these own slices, all sum their squares, and with
-        # experts, which may differ too, their counts.
-        has_experts = state.part.config.model.details.num_experts > 0
-        meets = state.model.is_last or state.sliced is not None or has_experts
+        # The last stage also sums the losses over the replicas; where these own slices, or hold other experts, all sum
+        # their squares.
+        meets = state.model.is_last or state.sliced is not None or mesh.shape.ep > mesh.shape.tp
         replicas = {"dp": _members(mesh.dp)} if meets else {}
         return _others({"tp": _members(mesh.tp), "pp": _members(mesh.pp), **replicas})
     if what.kind is Kind.TIE_REDUCE and mesh.ends is not None:
@@ -154,6 +153,9 @@ def _of_started(state: TrainState, started: Action) -> dict[str, list[int]]:
     if started.kind is Kind.GATHER:
         assert state.sliced is not None
         axes = "_".join(state.sliced.axes(started.index))
+    elif (counts := state.part.plan.counts_of(mesh.at.pp)) is not None and counts.index == started.index:
+        # Where ranks share experts each tp rank has counted its own tokens.
+        axes = "dp_tp" if mesh.shape.ep > 1 else "dp"
     else:
         axes = "_".join(state.buckets[started.index].axes)
     return {axes: _members(getattr(mesh, axes))}

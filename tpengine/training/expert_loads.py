@@ -4,17 +4,21 @@
     loss += rate * mean over layers and micro-batches of layers.balance's loss              --train.balance loss
     bias[e] += rate * sign(sum of counts / E - counts[e])                                   --train.balance bias
 
-CLIP sums the tables. It comes behind all computation of all ranks and before STEP, which the plan's verifier checks: so
-biases move when every count is in, once a step, and not in a step that is skipped. Counts are integers, and each
-micro-batch's loss has a place of its own to which others add zero bits: no sum depends on the layout.
+The tables are one more bucket of the plan (plan.CountBucket): an action of its own sums those of a stage's ranks, once
+all forwards of the rank have run and before CLIP, which the plan's verifier checks. CLIP itself only tells the other
+stages. So biases move in STEP, when every count is in, once a step, and not in a step that is skipped. Counts are
+integers, and each micro-batch's loss has a place of its own to which others add zero bits: no sum depends on the
+layout.
 
 The loss is the step's, as that of the targets: it is in what is printed, judged and written; the held-out loss, which
 compares models, has none of it. A bias is a weight as others are, in checkpoints too, but no gradient reaches it.
 
 Of each layer with experts a row of metrics.jsonl has, of all tokens of the step,
 
-    expert_load/LAYER      tokens of its hottest expert over those of the mean one: 1 is even, E/k the most
-    expert_tokens/LAYER    tokens of its hottest expert
+    expert_load/LAYER         tokens of its hottest expert over those of the mean one: 1 is even, E/k the most
+    expert_tokens/LAYER       tokens of its hottest expert
+    expert_rank_load/LAYER    rows of the experts of its hottest rank over those of the mean one, of the N = ep ranks
+    expert_crossing/LAYER     share of the rows whose expert is another rank's than their token; 0 with ep 1
 
 and with the auxiliary loss `balance_loss`, its mean before the rate: k where all is even.
 
@@ -29,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.pending import Work
 
 from tpengine.layers.balance import Balance
 from tpengine.layers.routing import Router
@@ -36,27 +41,50 @@ from tpengine.layout.groups import moved_of
 from tpengine.layout.parameters import layers_of_experts
 from tpengine.training.train_state import TrainState
 
+_TOKENS = "expert_tokens"
+# Of each layer, in the order of `figures`.
+_NAMES = ("expert_load", _TOKENS, "expert_rank_load", "expert_crossing")
+
 
 class ExpertLoads:
     """What the routers of a step have chosen, on this rank and then on all.
 
     Args:
         tables: handed to this rank's routers.
-        sums_over: the ranks whose tables are parts of one: replicas and stages.
+        replicas, stages: the ranks whose tables are parts of one.
         biases: those that move, by the place of their layer.
         rate: of the loss or of the biases.
+        index: of the plan's bucket that sums the tables of this stage; None if they are whole.
+        num_owners, owner: how many ranks share the experts, N, and which of them this is: it has experts owner E/N to
+            (owner + 1) E/N - 1.
 
     Attributes:
         tables: as given.
-        counts: int64 [layers, E], of all ranks, once CLIP has summed them.
+        index: as given.
+        counts: int64 [layers, E], of all ranks, once CLIP has them.
+        crossing: int64 [layers], rows whose expert is another rank's, the same.
         losses: float64 [layers, micro-batches of all replicas], the same.
     """
 
     def __init__(
-        self, tables: Balance, sums_over: Sequence[Communicator], biases: dict[int, Parameter], rate: float
+        self,
+        tables: Balance,
+        replicas: Communicator,
+        stages: Communicator,
+        biases: dict[int, Parameter],
+        rate: float,
+        index: int | None,
+        num_owners: int = 1,
+        owner: int = 0,
     ) -> None:
-        self.tables, self._sums_over, self._biases, self._rate = tables, sums_over, biases, rate
-        self.counts = tables.counts.sum(1)
+        self.tables, self._biases, self._rate, self.index = tables, biases, rate, index
+        self._replicas, self._stages = replicas, stages
+        self._numbers: Tensor | None = None
+        self._pending: Work | None = None
+        self._num_owners, per_rank = num_owners, tables.counts.shape[2] // num_owners
+        self._own = slice(owner * per_rank, (owner + 1) * per_rank)
+        self.counts = tables.counts.sum(1, dtype=torch.int64)
+        self.crossing = self.counts.sum(1)
         self.losses = tables.losses.clone()
 
     @classmethod
@@ -87,7 +115,10 @@ class ExpertLoads:
         for name, weight in model.held.items():
             if model.pieces[name].spec.name in moved:
                 biases[layers.index(int(name.split(".")[1]))] = weight
-        return cls(tables, (comms.dp, comms.pp), biases, train.balance_rate)
+        owners = (1, 0) if comms.ep is None else (comms.ep.size, comms.ep.rank)
+        counts = state.part.plan.counts_of(mesh.at.pp)
+        index = None if counts is None else counts.index
+        return cls(tables, comms.dp, comms.pp, biases, train.balance_rate, index, *owners)
 
     def begin(self, scale: float) -> None:
         """Forget the step before.
@@ -95,25 +126,54 @@ class ExpertLoads:
         Args:
             scale: what the losses that backward starts from are multiplied by (TrainingBatch.scale).
         """
+        assert self._pending is None, "the counts of the last step were not waited for"
         self.tables.clear()
+        self._numbers = None
         self.tables.scale = self._rate * scale / self.losses.numel() if self.tables.has_loss else 0.0
 
-    def sum_over_ranks(self) -> Tensor:
-        """Sum the tables of all ranks; collective over replicas and stages, and tp where its ranks route their own.
+    def start_sum(self) -> None:
+        """Begin to sum the tables of a stage's ranks: tp ranks that route their own tokens, then replicas."""
+        assert self._pending is None, "a step's counts are summed once"
+        self._numbers = self._of_this_rank()
+        self._pending = self._replicas.start_all_reduce(self._numbers)
 
-        Returns: float64 [], what the auxiliary loss adds to the loss of the step; 0 without.
-        """
-        counts, losses, parts = self.tables.counts.sum(1, dtype=torch.int64), self.tables.losses, self.tables.parts
+    def wait(self, index: int) -> Work:
+        """Wait until that sum is there; return it, for who asks when it ended."""
+        assert index == self.index and self._pending is not None, f"the sum of counts {index} was not begun"
+        work, self._pending = self._pending, None
+        work.wait()
+        return work
+
+    def is_complete(self, index: int) -> bool:
+        """Whether `wait` would return at once."""
+        assert index == self.index and self._pending is not None, f"the sum of counts {index} was not begun"
+        return self._pending.is_complete()
+
+    def _of_this_rank(self) -> Tensor:
+        """Return counts, crossing rows and the bits of losses as one int64 tensor; summed over `tables.parts`."""
+        own, losses, parts = self.tables.counts.sum(1, dtype=torch.int64), self.tables.losses, self.tables.parts
+        # Of the rows of this rank's tokens, those that its own experts do not get. [layers, E + 1]
+        counts = torch.cat([own, own.sum(1, keepdim=True) - own[:, self._own].sum(1, keepdim=True)], 1)
         if parts is not None:
             parts.all_reduce_(counts)
             # Without an auxiliary loss no rank knows yet of scores of others that are no numbers.
             losses = losses if self.tables.has_loss else parts.all_reduce_(losses.clone())
         # Bits of losses: all ranks but one add zeros to them.
-        numbers = torch.cat([counts.view(-1), losses.view(torch.int64).view(-1)])
-        for ranks in self._sums_over:
-            ranks.all_reduce_(numbers)
-        self.counts = numbers[: counts.numel()].view_as(counts)
-        self.losses = numbers[counts.numel() :].view(torch.float64).view_as(self.losses)
+        return torch.cat([counts.view(-1), losses.view(torch.int64).view(-1)])
+
+    def sum_over_stages(self) -> Tensor:
+        """Tell all stages what the ranks of each have counted; collective over the pipeline.
+
+        Returns: float64 [], what the auxiliary loss adds to the loss of the step; 0 without.
+        """
+        assert self._pending is None, "what a stage has counted is there before other stages are told"
+        numbers = self._of_this_rank() if self._numbers is None else self._numbers
+        self._stages.all_reduce_(numbers)
+        num_layers, num_experts = self.counts.shape
+        counts, losses = numbers.split([num_layers * (num_experts + 1), self.losses.numel()])
+        counts = counts.view(num_layers, num_experts + 1)
+        self.counts, self.crossing = counts[:, :-1], counts[:, -1]
+        self.losses = losses.view(torch.float64).view_as(self.losses)
         return self._rate * self.losses.mean() if self.tables.has_loss else self.losses.new_zeros(())
 
     @torch.no_grad()
@@ -129,17 +189,20 @@ class ExpertLoads:
             bias.add_(signs.to(bias.dtype), alpha=self._rate)
 
     def figures(self) -> Tensor:
-        """Return what `named` reads, float64 [1 + 2 layers]; equal on all ranks."""
-        hottest, mean = self.counts.amax(1).double(), self.counts.double().mean(1)
-        return torch.cat([self.losses.mean()[None], hottest / mean, hottest])
+        """Return what `named` reads, float64 [1 + 4 layers]; equal on all ranks."""
+        hottest, mean, total = self.counts.amax(1).double(), self.counts.double().mean(1), self.counts.sum(1).double()
+        by_rank = self.counts.view(len(self.counts), self._num_owners, -1).sum(2)
+        rank_load = by_rank.amax(1) * self._num_owners / total
+        return torch.cat([self.losses.mean()[None], hottest / mean, hottest, rank_load, self.crossing / total])
 
     def named(self, figures: Sequence[float]) -> dict[str, float]:
         """Return the figures by their names in metrics.jsonl."""
         layers, (mean_loss, *of_layers) = self.tables.layers, figures
-        loads, tokens = of_layers[: len(layers)], of_layers[len(layers) :]
         named = {"balance_loss": mean_loss} if self.tables.has_loss else {}
-        named |= {f"expert_load/{layer}": load for layer, load in zip(layers, loads, strict=True)}
-        return named | {f"expert_tokens/{layer}": int(number) for layer, number in zip(layers, tokens, strict=True)}
+        fields = [(name, layer) for name in _NAMES for layer in layers]
+        for (name, layer), value in zip(fields, of_layers, strict=True):
+            named[f"{name}/{layer}"] = int(value) if name == _TOKENS else value
+        return named
 
     def first_without_number(self) -> tuple[int, int] | None:
         """Return (micro-batch, layer) of the first scores of the step that are no numbers; None if all are."""

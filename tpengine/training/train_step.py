@@ -192,6 +192,7 @@ class TrainStep:
         )
         self.waited_seconds = 0.0
         self.moves = WeightMoves(state.sliced, self._mark, model.release)
+        self.loads = ExpertLoads.of(state)
         self.executor = Executor(dist.get_rank(), self._handlers(), trace, rank.activity)
         self.executor.check(part.plan.actions[at])
         # A phase has shapes of its own, and so kernels of its own.
@@ -214,7 +215,6 @@ class TrainStep:
         self.norm = GradientNorm(model, counted, parts, exact=is_exact, device=device)
         self.squares = torch.zeros(self.norm.num_places, dtype=torch.float64, device=device)
         self.limits = Limits()
-        self.loads = ExpertLoads.of(state)
         self._probe: Probe | None = None
         self._metric_names, self._metrics = tuple(objective.metrics), torch.zeros(0, dtype=torch.float64, device=device)
         self._judged = torch.zeros(len(Judged), dtype=torch.float64, device=device)
@@ -334,8 +334,12 @@ class TrainStep:
             Kind.B: self._reducing(pipeline.backward),
             Kind.W: self._reducing(pipeline.weight_half),
         }
+        loads = self.loads
+        counting: dict[Kind, Handler] = {} if loads is None else {Kind.REDUCE: lambda _: loads.start_sum()}
         return {
             **self.moves.around(computing),
+            # Gradients are reduced inside the backwards that complete them; what routers counted, here.
+            **counting,
             Kind.WAIT: self._wait,
             Kind.TIE_REDUCE: lambda _: self._sum_tied_embeddings(),
             Kind.CLIP: lambda _: self._clip(),
@@ -390,8 +394,10 @@ class TrainStep:
             return self.pipeline.is_complete(started)
         return self._of_buckets(started).is_complete(started.index)
 
-    def _of_buckets(self, started: Action) -> GradientBuckets | WeightMoves:
-        return self.state.buckets if started.kind is Kind.REDUCE else self.moves
+    def _of_buckets(self, started: Action) -> GradientBuckets | WeightMoves | ExpertLoads:
+        if started.kind is not Kind.REDUCE:
+            return self.moves
+        return self.loads if self.loads is not None and self.loads.index == started.index else self.state.buckets
 
     def _sum_tied_embeddings(self) -> None:
         for name, piece in self.state.model.pieces.items():
@@ -416,7 +422,7 @@ class TrainStep:
         if self._replicas_differ:
             self.state.rank.comms.dp.all_reduce_(figures)
         self._metrics, figures = figures[:num], figures[num:]
-        loss = figures[-1] if self.loads is None else figures[-1] + self.loads.sum_over_ranks()
+        loss = figures[-1] if self.loads is None else figures[-1] + self.loads.sum_over_stages()
         # Norm, the decision to skip, and the scaling of the gradients.
         self.squares, clip_norm = self.norm.squares(figures[:-1]), self.state.part.config.optim.clip_norm
         # A finite norm means finite second moments: the norm contains the square of the largest element.

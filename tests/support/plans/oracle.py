@@ -103,6 +103,11 @@ class _Rank:
                     yield partial(self._is_executed, action)
             elif action.kind is Kind.GATHER:
                 self._start(action)
+            elif action.kind is Kind.REDUCE:
+                demand(action not in self.under_way, f"{action} is under way")
+                demand(not self.tied and not self.ended, f"{action} behind the sums that follow it")
+                self.replica.reduce_counts(action)
+                self.under_way.add(action)
             elif action.kind is Kind.WAIT:
                 for sub in action.subs:
                     demand(sub in self.under_way, f"{sub} is not under way")

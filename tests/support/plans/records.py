@@ -43,7 +43,7 @@ def _record(plan: Plan, timeline: Timeline, rank: int, copies: bool) -> RankReco
                 starts[sub].append(begin + (now - begin) * (k + 1) // len(action.reduces))
             for sub in action.gathers if action.kind in COMPUTE else ():
                 starts[sub].append(begin)
-        elif action.kind is Kind.GATHER:
+        elif action.kind in (Kind.GATHER, Kind.REDUCE):
             starts[action].append(now)
         ran.append(Ran(action, begin, now))
     return RankRecord(tuple(ran), starts, waited, copies)

@@ -35,9 +35,16 @@ class Replica:
         self.allocated = {i for i, b in self.buckets.items() if b.weights is Weights.WHOLE}
         self.current = set(self.allocated)
         self.pinned: dict[int, set[_Piece]] = defaultdict(set)
+        # What forwards have counted, by its index.
+        self.counts = {c.index: c.chunks for c in plan.counts if plan.chunks[c.chunks[0]].rank == rank}
+        self.counted: dict[int, Counter[_Piece]] = defaultdict(Counter)
 
     def compute(self, action: Action, under_way: set[Action]) -> None:
-        """Use the weights of a chunk, and add to its buffers."""
+        """Use the weights of a chunk, and add to its buffers and counts."""
+        for index, chunks in self.counts.items():
+            if action.kind is Kind.F and action.chunk in chunks:
+                demand(Action(Kind.REDUCE, index=index) not in under_way, "counts are added to while they are reduced")
+                self.counted[index][action.piece] += 1
         for index, bucket in self.buckets.items():
             if action.chunk not in bucket.chunks:
                 continue
@@ -80,6 +87,11 @@ class Replica:
         if bucket.reduced is Reduced.MICROBATCH:
             self.buffers[bucket.index].clear()
 
+    def reduce_counts(self, reduction: Action) -> None:
+        """Send all that was counted."""
+        demand(self.plan.training and reduction.index in self.counts, f"{reduction} alone")
+        self.owners[reduction.index or 0].update(self.counted[reduction.index or 0])
+
     def finish(self, sub: Action) -> None:
         """End a gather or reduction."""
         if sub.kind is Kind.GATHER:
@@ -99,6 +111,10 @@ class Replica:
                 self.owners[index] == (Counter() if frozen else wanted),
                 f"bucket {index} lacks or repeats contributions",
             )
+
+        for index, chunks in self.counts.items():
+            wanted = Counter((chunk, i) for chunk in chunks for i in range(self.plan.num_microbatches))
+            demand(self.owners[index] == wanted, f"counts {index} lack or repeat contributions")
 
     def _bucket(self, action: Action) -> Bucket:
         demand(action.index in self.buckets, f"{action}: a bucket of another rank")

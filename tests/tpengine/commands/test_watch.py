@@ -81,17 +81,24 @@ def test_metrics_of_a_runs_own_are_drawn_behind_the_others(tmp_path: Path, capsy
     assert "held-out right" in said and "other" not in said and "source" not in said
 
 
-def test_loads_of_experts_are_one_panel_with_a_line_for_each_layer(
+def test_loads_of_experts_are_panels_with_a_line_for_each_layer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = a_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         for step in (5, 6):
             loads = {"balance_loss": 2.0, "expert_load/0": 1.5, "expert_load/3": 2.5 * step, "expert_tokens/0": 7}
-            file.write("\n" + json.dumps({"step": step, "loss": 1.0, **loads}) + "\n")
+            spread = {"expert_rank_load/0": 1.25, "expert_crossing/0": 0.0, "expert_crossing/3": 0.0}
+            file.write("\n" + json.dumps({"step": step, "loss": 1.0, **loads, **spread}) + "\n")
     history = read_history(run)
-    assert [name for name, *_ in watch.panels_of([history])][-2:] == ["balance_loss", "expert_load"]
+    # Nothing crosses: how rows lie on ranks is not drawn.
+    assert [name for name, *_ in watch.panels_of([history])][-3:] == ["balance_loss", "expert_load", "expert_tokens"]
     assert history.series["expert_load"] == [(5, 12.5), (6, 15.0)]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 7, "expert_crossing/0": 0.25, "expert_crossing/3": 0.75}) + "\n")
+    history = read_history(run)
+    assert [name for name, *_ in watch.panels_of([history])][-2:] == ["expert_rank_load", "expert_crossing"]
+    assert history.series["expert_crossing"] == [(5, 0.0), (6, 0.0), (7, 0.75)]
     assert main(["watch", str(run), "--svg", str(tmp_path / "run.svg")]) == 0
     root = ElementTree.parse(tmp_path / "run.svg").getroot()
     titles = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]

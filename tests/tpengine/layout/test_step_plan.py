@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 
 from tpengine.config import Config, validate
+from tpengine.config.settings import ModelDetails
 from tpengine.layout.step_plan import forward_plan, layer_ranges, layout_of, training_plan
 from tpengine.plan import Kind, Recompute, verify
 
@@ -84,6 +85,25 @@ def test_tied_embeddings_are_summed_between_first_and_last_stage_only() -> None:
     assert not any(reduces(a, Kind.TIE_REDUCE) for a in training_plan(untied, layout_of(untied)).actions)
     one_stage = config(2, 1, 1, tied=True)
     assert not any(reduces(a, Kind.TIE_REDUCE) for a in training_plan(one_stage, layout_of(one_stage)).actions)
+
+
+def test_stages_with_experts_reduce_what_they_count_where_several_ranks_count() -> None:
+    """Two stages of two replicas; one layer of each has experts, or only one of the last stage."""
+
+    def counted(dp: int, pp: int, has_experts: tuple[bool, ...]) -> list[list[str]]:
+        base = config(1, pp, dp, layers=4)
+        details = ModelDetails(num_experts=4, experts_per_token=2, expert_ffn_size=64, has_experts=has_experts)
+        model = replace(base.model, architecture="qwen3_moe", details=details)
+        settings = validate(replace(base, model=model), dp * pp)
+        layout = layout_of(settings)
+        plan = training_plan(settings, layout)
+        assert not {counts.index for counts in plan.counts} & set(layout.buckets)
+        return [[str(action) for action in actions if action.kind is Kind.REDUCE] for actions in plan.actions]
+
+    (first,), (second,) = counted(2, 2, (False, True, True, False))
+    assert first != second
+    assert [len(of) for of in counted(2, 2, (False, False, False, True))] == [0, 1]
+    assert counted(1, 2, (True,) * 4) == [[], []]
 
 
 def test_the_digest_tells_configurations_apart() -> None:

@@ -48,6 +48,13 @@ def test_mfu_is_said_in_both_ways_of_counting() -> None:
     assert "4 tokens/s  MFU 49.7% (attention whole 56.6%)" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_the_hottest_expert_of_all_layers_is_said() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with ProgressLine(console, 1) as progress:
+        progress.update(row(1, 1.0) | {"expert_load/0": 1.5, "expert_load/3": 2.25, "expert_tokens/3": 96})
+    assert "0.00 GB  hottest expert 2.25x  0 s left" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_the_end_says_what_is_next(tmp_path: Path) -> None:
     console, run_dir = Console(file=io.StringIO(), width=200), tmp_path / "my run"
     run_dir.mkdir()

@@ -12,6 +12,7 @@ from tpengine.plan import (
     SCHEDULES,
     Bucket,
     Chunk,
+    CountBucket,
     Gathered,
     Plan,
     Recompute,
@@ -30,9 +31,11 @@ names = st.sampled_from([*sorted(SCHEDULES), "forward_only"])
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
-@given(names, st.integers(1, 6), st.integers(1, 12), st.booleans())
-def test_lowered_plans_parse_back(build_plan: BuildPlan, name: str, p: int, m: int, has_buckets: bool) -> None:
-    plan = build_plan(name, p, m, has_buckets)
+@given(names, st.integers(1, 6), st.integers(1, 12), st.booleans(), st.booleans())
+def test_lowered_plans_parse_back(
+    build_plan: BuildPlan, name: str, p: int, m: int, has_buckets: bool, has_counts: bool
+) -> None:
+    plan = build_plan(name, p, m, has_buckets, has_counts=has_counts)
     parsed = parse_plan(plan.text())
     assert parsed == plan
     assert parsed.digest() == plan.digest()
@@ -67,6 +70,7 @@ plans = st.builds(
     ties=st.lists(st.builds(Tie, numbers, tuples), max_size=3).map(tuple),
     actions=st.lists(actions, max_size=3).map(tuple),
     training=st.booleans(),
+    counts=st.lists(st.builds(CountBucket, numbers, tuples), max_size=2).map(tuple),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from tpengine.plan import (
     Action,
     Bucket,
     Chunk,
+    CountBucket,
     Plan,
     PlanError,
     Schedule,
@@ -337,6 +339,49 @@ def move_to_front(word: str, ranks: ActionLists, *members: int) -> ActionLists:
         assert len(rest) == len(ranks[rank]) - 1
         moved[rank] = (*parse_actions(word), *rest)
     return tuple(moved)
+
+
+# What is done to rank 0's list of a plan with counts, and the rule that it breaks.
+WRONG_COUNTS = {
+    "missing": ((" r5 w[r5]", ""), "counts are reduced exactly once: counts 5 of chunk 0 0 times (rank 0, action"),
+    "twice": (("r5 w[r5]", "r5 w[r5] r5"), "counts are reduced exactly once: counts 5 of chunk 0 2 times"),
+    "inside a backward": (("0B2 r5", "0B2[r5]"), "counts are reduced by an action of their own: r5 of counts 5 of"),
+    "not waited for": ((" w[r5]", ""), "everything posted is waited for: r5 is not"),
+    "waited for behind the tie": (("w[r5] t0", "t0 w[r5]"), "reductions end before ties and CLIP: r5 is not waited"),
+    "of another rank": (("r5 w[r5]", "r6 w[r6]"), "a rank reduces its own chunks' buckets: r6 on rank 0, whose"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_COUNTS)
+def test_counts_that_are_not_reduced_once_and_in_time_are_refused(build_plan: BuildPlan, what: str) -> None:
+    """Each breaks one rule; the verifier names counts, chunk and place."""
+    plan = build_plan("1f1b", 2, 3, False, has_counts=True)
+    verify(plan)
+    (old, new), message = WRONG_COUNTS[what]
+    with pytest.raises(PlanError, match=re.escape(message)):
+        verify(Edit(0, old, new)(plan))
+
+
+def test_counts_reduced_before_the_last_forward_that_adds_to_them_are_refused(build_plan: BuildPlan) -> None:
+    early = Edit(0, "0F2", "r5 0F2")(Edit(0, " r5 w[r5]", " w[r5]")(build_plan("1f1b", 2, 3, False, has_counts=True)))
+    rule = "counts are reduced after the last forward that adds to them: r5 of counts 5 of chunk 0 comes before 0F2"
+    with pytest.raises(PlanError, match=re.escape(rule)):
+        verify(early)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ((CountBucket(0, (0,)),), "each bucket has its own index: bucket 0 is listed twice"),
+        ((CountBucket(7, (0, 1)),), "counts belong to chunks of one rank, each once: counts 7 name chunks"),
+        ((CountBucket(7, ()),), "counts belong to chunks of one rank, each once: counts 7 name chunks"),
+        ((CountBucket(7, (9,)),), "chunks are 0 to 1: counts 7 names chunk 9"),
+        ((CountBucket(7, (0,)), CountBucket(8, (0,))), "the chunks of a rank count together: counts"),
+    ],
+)
+def test_counts_of_no_rank_are_refused(build_plan: BuildPlan, counts: tuple[CountBucket, ...], message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        verify(replace(build_plan("1f1b", 2, 1), counts=counts))
 
 
 def two_chunks_per_rank(has_buckets: bool) -> Plan:

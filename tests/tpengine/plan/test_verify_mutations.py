@@ -148,6 +148,13 @@ def test_every_change_of_a_small_plan(
     )
 
 
+@pytest.mark.parametrize("name", ["1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zbv", "zb-h1"))])
+def test_every_change_of_a_plan_that_counts(build_plan: BuildPlan, name: str, count_mutations: CountMutations) -> None:
+    plan = build_plan(name, 2, 2, False, has_counts=True)
+    every = ((rank, mutant) for rank, actions in enumerate(plan.actions) for mutant in mutants(actions))
+    judge(plan, every, f"{name} plans of 2 ranks with counts, every one", count_mutations)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "zbv" else pytest.mark.slow) for name in NAMES]

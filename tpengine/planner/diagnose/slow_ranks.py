@@ -264,6 +264,7 @@ def _brings_split(baseline: Baseline, splits: int) -> float:
         plan.num_layers,
         True,
         baseline.evidence.layout.residency,
+        plan.counts,
     )
     verify(split)
     return baseline.timeline.makespan - simulate(split, costs_of_part(baseline, split, 1.0 / splits)).makespan

@@ -22,9 +22,9 @@ from tpengine.dtypes import dtype_bytes
 from tpengine.layout.groups import frozen_of
 from tpengine.layout.slices import slice_numel
 from tpengine.layout.state_bytes import num_trained, num_weights, state_bytes
-from tpengine.layout.step_plan import Layout, gradient_bytes, num_summed
+from tpengine.layout.step_plan import Layout, counts_bytes, gradient_bytes, num_summed
 from tpengine.layout.update_work import update_work
-from tpengine.plan import Bucket, Chunk, Kind, Plan, Reduced, Weights
+from tpengine.plan import Bucket, Chunk, CountBucket, Kind, Plan, Reduced, Weights
 from tpengine.planner import ChunkBytes, Costs
 from tpengine.planner.machine import CPU_CORE, Link, Machine
 from tpengine.planner.modelled.activations import activation_bytes
@@ -207,7 +207,8 @@ class StepCosts:
             latency=machine.within.latency_s,
             bytes_per_time=machine.within.bytes_per_s,
             links=_links_between_nodes(layout, plan, machine),
-            reductions={b.index: self.reduction_seconds(b) for b in plan.buckets if b.reduced is not Reduced.NEVER},
+            reductions={b.index: self.reduction_seconds(b) for b in plan.buckets if b.reduced is not Reduced.NEVER}
+            | {counts.index: self._counts_seconds(counts) for counts in plan.counts},
             gathers={
                 bucket.index: self._gather_seconds(bucket, sizes[bucket.index] * self.item)
                 for bucket in shared
@@ -246,6 +247,15 @@ class StepCosts:
         if self.layout.zero:
             return self._link(bucket).gather_seconds(of.numel * self.reduced_item, self._replicas(bucket))
         return self.whole_reduction_seconds(bucket)
+
+    def _counts_seconds(self, counts: CountBucket) -> float:
+        """Return how long a stage's ranks sum what they have counted: tp ranks that route their own, then replicas."""
+        layout, num_bytes = self.layout, counts_bytes(self.config, self.layout)
+        firsts = _firsts(layout, self.plan.chunks[counts.chunks[0]].rank)
+        seconds = self.machine.link(layout.dp, layout.tp, firsts).all_reduce_seconds(num_bytes, layout.dp)
+        if layout.ep > 1:
+            seconds += self.machine.link(layout.tp, 1, firsts[:1]).all_reduce_seconds(num_bytes, layout.tp)
+        return seconds
 
     def _replicas(self, bucket: Bucket) -> int:
         """Return how many ranks hold what a bucket is of."""

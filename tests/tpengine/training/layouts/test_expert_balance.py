@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,12 +22,16 @@ from support.kernels.mutations import survivors
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.experts import Routes, exchange_counts
+from tpkernels.work import crossing_rows
 
 from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
 from tpengine.config import IGNORED_LABEL, Config, validate
 from tpengine.config.settings import ModelDetails
 from tpengine.data import open_corpus
+from tpengine.layers import spread_experts
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.routing import Router
 from tpengine.plan import Kind
@@ -262,8 +267,58 @@ def test_twenty_steps_are_one_processs_in_every_layout(
 
 
 def even(loads: dict[str, float]) -> dict[str, float]:
-    """What follows from counts alone."""
-    return {name: load for name, load in loads.items() if name != "balance_loss"}
+    """What follows from counts alone, and from no layout."""
+    return {name: load for name, load in loads.items() if name.startswith(("expert_load/", "expert_tokens/"))}
+
+
+def routed_rows(config: Config) -> tuple[dict[str, float], list[list[list[int]]], list[tuple[int, int]]]:
+    """The loads of a step; what the ranks told each other, [N][E] for each exchange, and this rank's crossing rows."""
+    trainer, comm = trainer_of(config), None
+    seen: list[Routes] = []
+
+    def exchange(*given: Any) -> Routes:
+        nonlocal comm
+        comm = given[-1]
+        seen.append(exchange_counts(*given))
+        return seen[-1]
+
+    with mock.patch.object(spread_experts, "exchange_counts", exchange):
+        result = trainer.step.run(0)
+    assert comm is not None
+    told: list[list[list[int]]] = [routes.counts.tolist() for routes in seen]
+    return dict(result.loads), told, [crossing_rows(counts, comm.rank) for counts in told]
+
+
+@pytest.mark.parametrize(
+    ("layout", "ep"),
+    [((2, 1, 1), 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [((2, 2, 1), 2), ((2, 2, 1), 4)])],
+)
+def test_rows_that_cross_are_what_the_ranks_told_each_other(
+    ranks: RankPool, layout: tuple[int, int, int], ep: int
+) -> None:
+    """Each layer's share of crossing rows, and the hottest rank's over the mean, from every exchange of every rank."""
+    config = experts_config(layout, "none", ep=ep)
+    found = ranks.run(routed_rows, exactness.num_ranks(config), config)
+    # In the order of layers, micro-batch after micro-batch.
+    layers, rows = (0, 1, 3), K * 4 * 48
+    for place, layer in enumerate(layers):
+        crossing = sum(sent for _, _, crossing in found for sent, _ in crossing[place :: len(layers)])
+        by_owner = [0] * ep
+        # Of each group of ranks that share experts, the first.
+        for _, told, _ in found[::ep]:
+            for counts in told[place :: len(layers)]:
+                for expert, tokens in enumerate(map(sum, zip(*counts, strict=True))):
+                    by_owner[expert * ep // E] += tokens
+        assert sum(by_owner) == rows and crossing > 0
+        for loads, _, _ in found:
+            assert loads[f"expert_crossing/{layer}"] == crossing / rows
+            assert loads[f"expert_rank_load/{layer}"] == max(by_owner) * ep / rows
+
+
+def test_no_row_crosses_where_ranks_share_no_experts(ranks: RankPool) -> None:
+    for _, loads in ranks.run(train, 2, experts_config((2, 1, 1), "none"), 1):
+        assert {loads[0][f"expert_crossing/{layer}"] for layer in (0, 1, 3)} == {0.0}
+        assert {loads[0][f"expert_rank_load/{layer}"] for layer in (0, 1, 3)} == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -281,19 +336,19 @@ def test_exact_mode_has_one_processs_bits(ranks: RankPool, layout: tuple[int, in
 
 def counts_of_one_rank_only(trainer: Trainer) -> None:
     assert trainer.step.loads is not None
-    trainer.step.loads._sums_over = ()
+    trainer.step.loads._replicas = Communicator(None)
 
 
 def counts_of_the_last_micro_batch_only(trainer: Trainer) -> None:
     loads = trainer.step.loads
     assert loads is not None
-    sums = loads.sum_over_ranks
+    own = loads._of_this_rank
 
     def of_last() -> Tensor:
         loads.tables.counts[:, :-1] = 0
-        return sums()
+        return own()
 
-    loads.sum_over_ranks = of_last  # type: ignore[method-assign]
+    loads._of_this_rank = of_last  # type: ignore[method-assign]
 
 
 def biases_moved_before_all_counts_are_in(trainer: Trainer) -> None:
@@ -307,8 +362,11 @@ def biases_moved_before_all_counts_are_in(trainer: Trainer) -> None:
         backward(action)
         if not moved and action.piece[1] == 0:
             moved.append(True)
-            loads.sum_over_ranks()
+            loads.start_sum()
+            loads.wait(loads.index or 0)
+            loads.sum_over_stages()
             move(torch.zeros(()))
+            loads._numbers = None
 
     def forget(step: int) -> Any:
         moved.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from support.engine.parity import config_of
 from support.ranks.rank_pool import RankPool
 
-from tpengine.config import Config
+from tpengine.config import Config, validate
+from tpengine.config.settings import ModelDetails
 from tpengine.data import open_corpus
 from tpengine.runs.trainer import Trainer
 from tpengine.runs.waiting import AwaitedRanks, Peers, awaited
@@ -49,6 +51,21 @@ def test_slices_are_gathered_and_summed_by_the_replicas(ranks: RankPool) -> None
         assert any("g" in action for action in waits) and any("r" in action for action in waits)
         assert all(by_action[action] == other for action in waits)
         assert by_action["CLIP"]["dp"] == other["dp"]
+
+
+@pytest.mark.parametrize("ep", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_counts_of_experts_are_summed_by_those_that_route(ranks: RankPool, ep: int) -> None:
+    """By the replicas, and where ranks share experts by their tp ranks too."""
+    base = config_of(2, 2, 1, tied=False, kv_heads=2)
+    details = ModelDetails(num_experts=4, experts_per_token=2, expert_ffn_size=16)
+    model, parallel = replace(base.model, architecture="qwen3_moe", details=details), replace(base.parallel, ep=ep)
+    config = validate(replace(base, model=model, parallel=parallel), 4)
+    for rank, by_action in enumerate(ranks.run(who_waits_for_whom, 4, config)):
+        (counts,) = [action for action in by_action if action.startswith("r")]
+        if ep == 1:
+            assert by_action[counts] == {"dp": [(rank + 2) % 4]}
+        else:
+            assert by_action[counts] == {"dp_tp": [other for other in range(4) if other != rank]}
 
 
 def test_every_rank_of_a_plan_waits_for_somebody_else(ranks: RankPool) -> None:
