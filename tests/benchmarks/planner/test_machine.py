@@ -17,15 +17,15 @@ import torch
 from support.ranks.rank_pool import RankPool
 
 from benchmarks.planner.blind.predictions import drawn_model, predicted
-from benchmarks.planner.machine.clock import Clock, DeviceClock, LaunchClock
-from benchmarks.planner.machine.command import _of_each, _rising
-from benchmarks.planner.machine.exchanges import message_seconds, sum_rates
-from benchmarks.planner.machine.operators import _core, operator_rates, update_rates
-from benchmarks.planner.machine.products import cold_shares
-from benchmarks.planner.machine.sizes import TINY
 from benchmarks.run import main
 from tpengine.config.presets import preset_config
+from tpengine.doctor.measure.clock import CallClock, DeviceCallClock, LaunchClock
+from tpengine.doctor.measure.exchanges import message_seconds, sum_rates
+from tpengine.doctor.measure.operators import _core, operator_rates, update_rates
+from tpengine.doctor.measure.products import cold_shares
+from tpengine.doctor.measure.sizes import TINY
 from tpengine.planner.machine import Curve, read_machine
+from tpengine.planner.machine.found import each_of, rising
 from tpengine.planner.machine.measured import OPERATORS, PRODUCTS
 
 
@@ -59,18 +59,18 @@ def test_a_disturbed_pass_changes_no_figure() -> None:
 
     # One pass was slow, and one figure of another was disturbed alone.
     passes = [of_speed(1.0), of_speed(0.5), of_speed(1.02), of_speed(1.0), of_speed(1.01, host=(9, 9))]
-    assert _of_each(passes, statistics.median) == of_speed(1.0)
+    assert each_of(passes, statistics.median) == of_speed(1.0)
 
 
 def test_what_is_left_of_memorys_cost_never_falls_as_more_is_touched() -> None:
-    assert _rising([(1.0, 0.2), (2.0, 0.1), (4.0, 0.5)]) == Curve(((1.0, 0.2), (2.0, 0.2), (4.0, 0.5), (8.0, 1.0)))
+    assert rising([(1.0, 0.2), (2.0, 0.1), (4.0, 0.5)]) == Curve(((1.0, 0.2), (2.0, 0.2), (4.0, 0.5), (8.0, 1.0)))
 
 
 def test_shares_of_memorys_cost_are_those_of_matrices_in_turns() -> None:
     """Times of the clocks: 5 from memory, 1 from caches, and in turns 1, 3, 9 by the number of matrices."""
     numbers: list[int] = []
 
-    class Told(Clock):
+    class Told(CallClock):
         def of_call(self, calls: Any, **_: Any) -> float:
             numbers.append(len(calls))
             return self.seconds if len(calls) == 1 else {2: 1.0, 4: 3.0, 8: 9.0}[len(calls)]
@@ -109,7 +109,7 @@ def test_what_runs_on_a_gpu_and_its_host_have_clocks_of_their_own(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: happened.append("cover"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("wait"))
-    assert DeviceClock(cpu, 0.0, 4)._timed(lambda: happened.append("call"), (), is_cold=False) == 0.010
+    assert DeviceCallClock(cpu, 0.0, 4)._timed(lambda: happened.append("call"), (), is_cold=False) == 0.010
     assert happened == ["cover", "record", "call", "record", "wait"]
     happened.clear()
     times = iter([1.0, 1.5])
@@ -126,7 +126,7 @@ def test_every_kernel_that_a_gpu_would_time_runs(interpreters: RankPool) -> None
 
 def rates_by_kernels() -> bool:
     """Whether the engine's operators, as on a GPU, have rates; attention is that of the host."""
-    clock, dtype = Clock(torch.device("cpu"), 0.0, 4), torch.float32
+    clock, dtype = CallClock(torch.device("cpu"), 0.0, 4), torch.float32
     sizes = replace(TINY, seqs=(16,))
     found = operator_rates(clock, dtype, sizes, 0.0) | update_rates(clock, torch.bfloat16, sizes.updated)
     qkv = torch.randn(16, 3 * 2 * 64)
@@ -143,9 +143,9 @@ def test_sums_are_timed_cold_and_messages_as_they_come(ranks: RankPool) -> None:
 
 def evictions() -> tuple[int, int]:
     """How often caches were emptied for messages, and for the sums of one size: ten rounds."""
-    clock, counts = Clock(torch.device("cpu"), 0.0, 4), []
+    clock, counts = CallClock(torch.device("cpu"), 0.0, 4), []
     for measure in (message_seconds, sum_rates):
-        with patch.object(Clock, "evict", autospec=True) as evict:
+        with patch.object(CallClock, "evict", autospec=True) as evict:
             measure(clock, [64])
         counts.append(evict.call_count)
     return counts[0], counts[1]
