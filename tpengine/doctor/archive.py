@@ -32,11 +32,15 @@ _NAMES = (
 )
 # A recording of very many ranks: a mail is not for more.
 _MOST_BYTES = 64 << 20
-# Settings that hold a command, a name or a text of the user's.
-_PRIVATE = frozenset({"after_checkpoint", "wandb", "sample_prompt", "prompt"})
+# Settings that hold a command, or a name, of the user's.
+_PRIVATE = frozenset({"after_checkpoint", "wandb"})
 _LEFT_OUT = "left out"
 _PATH = re.compile(r"(?<![\w.:/])(?:~|file://)?/(?:[^\s/\"'\\,;:)\]}]+/)+")
 _URL = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s\"'\\]+")
+# Addresses of hosts and people, and the numbers by which hardware is known.
+_ADDRESS = re.compile(
+    r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+|\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"
+)
 _SECRET = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[a-z]-|AKIA|eyJ)[\w.-]{8,}|\b[0-9a-f]{40}\b")
 _LEAST_NAME = 3
 
@@ -89,13 +93,14 @@ def cleaner(hosts: Mapping[str, str], user: str) -> Callable[[str], str]:
         text = _URL.sub("URL", text)
         text = _PATH.sub("PATH/", text)
         text = _SECRET.sub("SECRET", text)
+        text = _ADDRESS.sub("ADDRESS", text)
         return known.sub(lambda found: words[found[0]], text)
 
     return clear
 
 
 def cleared_config(text: str) -> dict[str, Any]:
-    """Return the settings of a run without those that hold a command or a text of the user's.
+    """Return the settings of a run without those that hold a command or a name of the user's.
 
     Raises:
         ValueError: it is no TOML.

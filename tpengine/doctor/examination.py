@@ -109,6 +109,12 @@ class Examination:
     def _is_gpu(self) -> bool:
         return self._device.type == "cuda"
 
+    @property
+    def _ranks_of_a_host(self) -> int:
+        """Ranks of each host; 0 if hosts have unequal numbers of them: all ranks must decide alike what to ask."""
+        counts = {len(ranks) for ranks in self._hosts.values()}
+        return counts.pop() if len(counts) == 1 else 0
+
     def run(self) -> None:
         """Take every look."""
         self._look_at_host()
@@ -116,8 +122,12 @@ class Examination:
         if self._launch.world_size > 1:
             self._join()
             self._look_at_hosts()
-            self._look_at_exchanges()
-            self._look_at_products()
+            if self._ranks_of_a_host > 1:
+                self._look_at_exchanges()
+                self._look_at_products()
+            else:
+                why = "each has one rank" if self._ranks_of_a_host else "they have unequal numbers of ranks"
+                self._say(unseen("within hosts", why, "torchrun --nproc-per-node 8 ..."))
         else:
             self._say(unseen("between ranks", "one rank alone", "tpengine doctor --nproc 2"))
         self._look_at_rates()
@@ -163,6 +173,11 @@ class Examination:
         self._together.know({of.rank: of.pid for of in everyone if of.host == own})
         self._record.facts = everyone
         self._say(*look_at_facts(everyone))
+        if len({of.gpu is None for of in everyone}) > 1:
+            without = [of.rank for of in everyone if of.gpu is None]
+            remedy = "tpengine doctor --device cpu   # on all hosts; or leave these out"
+            self._say(change("GPUs", "some ranks have none", remedy=remedy, where=places(without)))
+            self._together.broken = "some ranks have no GPU"
 
     def _look_at_directory(self) -> None:
         firsts = [ranks[0] for ranks in self._hosts.values()]
@@ -260,18 +275,16 @@ class Examination:
         answers = self._ask("exchanges", lambda: member.exchanges(self._here), seconds=_RATES_SECONDS, needs_all=True)
         if answers is None:
             return
-        found = answers[0]
-        if found:
-            num = self._launch.local_world_size
-            self._say(*verdicts.judge_host_exchange(found, num))
-            self._record.measured |= {"messages": found["messages"]}
-            self._record.measured |= {name: {num: found[name]} for name in ("sums", "fused")}
+        found, num = answers[0], self._ranks_of_a_host
+        self._say(*verdicts.judge_host_exchange(found, num))
+        self._record.measured |= {"messages": found["messages"]}
+        self._record.measured |= {name: {num: found[name]} for name in ("sums", "fused")}
 
     def _look_at_links(self) -> None:
         launch, device = self._launch, self._device
         own = self._hosts[self._host_of[launch.rank]]
         here = self._here
-        if len({len(ranks) for ranks in self._hosts.values()}) > 1 or len(own) == 1 or here is None:
+        if here is None:
             return
         answers = self._ask("GPU to GPU", lambda: links.pair_rates(own, here, device), needs_all=True)
         if answers is not None:
@@ -312,7 +325,7 @@ class Examination:
 
     def _look_at_products(self) -> None:
         here, device, dtype = self._here, self._device, getattr(torch, self._options.dtype)
-        if here is None or self._launch.local_world_size == 1:
+        if here is None:
             return
         group = here
         if self._is_gpu:
@@ -349,7 +362,7 @@ class Examination:
             self._say(*verdicts.judge_gains(slowest))
             if self._is_gpu:
                 points = sorted((of["bytes"], of["bytes"] / _longer(of)) for of in slowest)
-                self._record.measured["fused"] = {self._launch.local_world_size: points}
+                self._record.measured["fused"] = {self._ranks_of_a_host: points}
 
     def _look_at_rates(self) -> None:
         dtype = self._options.dtype

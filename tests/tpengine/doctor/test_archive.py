@@ -98,6 +98,8 @@ def test_numbers_and_words_stay_as_they_are() -> None:
     text = '{"tokens/s": 1.5, "name": "w[0RECV_B0]", "b/a": "1/2", "time": 1.7e9}\nf32 [8, 4]: a / b'
     assert clear(text) == text
     assert clear("~/.cache/x and file:///a/b/c") == "PATH/x and URL"
+    assert clear("10.0.0.12, a.b@c.org, 12345678-1234-1234-1234-123456789abc") == "ADDRESS, ADDRESS, ADDRESS"
+    assert clear('"nccl": "2.27.3", "driver": "570.124.06"') == '"nccl": "2.27.3", "driver": "570.124.06"'
     # A short or common name would clear words that are none.
     assert cleaner({"n": "HOST0"}, "root")("root n") == "root n"
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tpengine.planner.machine import Curve, machine_text, read_machine
-from tpengine.planner.machine.found import differ, machine_of_found, mean_of
+from tpengine.planner.machine.found import differ, each_of, machine_of_found, mean_of, rising
 
 RATES = {
     "products": {"forward": {8: [(64.0, 1e9), (256.0, 4e9)]}},
@@ -70,3 +71,18 @@ def test_ranks_are_averaged_and_passes_compared() -> None:
     low, high = ({"a": [(64.0, rate)], "b": (rate,)} for rate in (1.0, 3.0))
     assert mean_of([low, high]) == {"a": [(64.0, 2.0)], "b": (2.0,)}
     assert differ([low]) == "" and differ([low, high]) == ", 2 passes: half of the figures differ by less than 100%"
+
+
+def test_a_disturbed_pass_changes_no_figure() -> None:
+    def of_speed(speed: float, **others: object) -> dict[str, Any]:
+        products = {"forward": {64: [(128.0, 8.0 * speed), (256.0, 10.0 * speed)]}}
+        host = (1.0 / speed, 2.0 / speed)
+        return {"rates": {"float32": {"products": products}}, "copies": [(64.0, 3.0 * speed)], "host": host} | others
+
+    # One pass was slow, and one figure of another was disturbed alone.
+    passes = [of_speed(1.0), of_speed(0.5), of_speed(1.02), of_speed(1.0), of_speed(1.01, host=(9, 9))]
+    assert each_of(passes, statistics.median) == of_speed(1.0)
+
+
+def test_what_is_left_of_memorys_cost_never_falls_as_more_is_touched() -> None:
+    assert rising([(1.0, 0.2), (2.0, 0.1), (4.0, 0.5)]) == Curve(((1.0, 0.2), (2.0, 0.2), (4.0, 0.5), (8.0, 1.0)))
