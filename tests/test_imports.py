@@ -53,6 +53,7 @@ TORCH_FREE = [
     "tpengine.checkpoint.run_directory",
     "tpengine.cli",
     "tpengine.commands.checkpoint",
+    "tpengine.commands.doctor",
     "tpengine.commands.data_write",
     "tpengine.commands.schedule",
     "tpengine.commands.schedule_model",
@@ -124,6 +125,7 @@ def test_public_names_of_the_engine_resolve_and_type_checkers_see_them() -> None
 IMPORT_LATE = {
     "tpengine/commands/options.py",
     "tpengine/commands/checkpoint.py",
+    "tpengine/commands/doctor.py",
     "tpengine/commands/schedule_model.py",
     "tpengine/cli.py",
     "tpengine/runs/memory_limit.py",

@@ -28,7 +28,9 @@ TOP = ROOT / "README.md"
 CATALOGUE = (ROOT / "kernels" / "README.md").read_text()
 ENGINE = ROOT / "tpengine"
 KERNELS = ROOT / "kernels" / "tpkernels"
-every_readme = pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.parent.relative_to(ROOT)))
+every_readme = pytest.mark.parametrize(
+    "path", READMES, ids=lambda path: str((path.parent if path.name == "README.md" else path).relative_to(ROOT))
+)
 
 
 @every_readme

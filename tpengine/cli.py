@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
     Args: argv: arguments without the program's name; default those of the process.
-    Returns: the exit code: 0; 1 where `certify` or `checkpoint diff` found a difference, or `checkpoint
-        verify` damage; 2 after a mistake of the user, said in one line on
+    Returns: the exit code: 0; 1 where `certify` or `checkpoint diff` found a difference, `checkpoint verify`
+        damage, or `doctor` what is to change; 2 after a mistake of the user, said in one line on
         standard error; 70 where a rank failed; 130 after Ctrl-C, 141 where who read the output has left, 143 after
         SIGTERM.
     Raises: SystemExit: `--help` was given.
@@ -95,9 +95,15 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _commands() -> dict[str, _Command]:
     """Return the subcommands by name, loaded when one is run: an interrupt meanwhile is one line, too."""
-    from tpengine.commands import advise, checkpoint, diagnose, options, plan, schedule, watch
+    from tpengine.commands import advise, checkpoint, diagnose, doctor, doctor_arguments, options, plan, schedule, watch
 
     return {
+        "doctor": _Command(
+            doctor_arguments.add_arguments,
+            doctor.run_doctor,
+            "look at this machine before a run: limits, GPUs, links; or pack what to send back of a run",
+            doctor_arguments.DESCRIPTION,
+        ),
         "schedule": _Command(
             schedule.add_arguments,
             schedule.print_schedule,

@@ -9,33 +9,25 @@ contestant. Without glibc, `follow_what_lives` changes nothing; without /proc, a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
-# Constants of malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+from tpengine.doctor.measure.heap import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, libc
+from tpengine.doctor.measure.heap import keep_what_is_freed as keep_what_is_freed
+
+# A constant of malloc.h.
+_M_ARENA_MAX = -8
 _SMALLEST_MAPPED_BYTES = 64 << 10
-# The largest value that glibc accepts; larger blocks are always mapped.
-_LARGEST_THRESHOLD_BYTES = 32 << 20
 
 
 def follow_what_lives() -> None:
     """Make the resident set follow live memory: one arena, large blocks mapped and unmapped, the heap trimmed."""
-    libc = _libc()
-    if libc is not None:
-        libc.mallopt(_M_ARENA_MAX, 1)
-        libc.mallopt(_M_MMAP_THRESHOLD, _SMALLEST_MAPPED_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, _SMALLEST_MAPPED_BYTES)
-        libc.malloc_trim(0)
-
-
-def keep_what_is_freed() -> None:
-    """Let the heap keep what is freed, as in a training process after some steps."""
-    libc = _libc()
-    if libc is not None:
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    found = libc()
+    if found is not None:
+        found.mallopt(_M_ARENA_MAX, 1)
+        found.mallopt(M_MMAP_THRESHOLD, _SMALLEST_MAPPED_BYTES)
+        found.mallopt(M_TRIM_THRESHOLD, _SMALLEST_MAPPED_BYTES)
+        found.malloc_trim(0)
 
 
 def peak_of(step: Callable[[], object]) -> int:
@@ -86,11 +78,3 @@ def _field(path: str, name: str) -> int | None:
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     return None
-
-
-def _libc() -> ctypes.CDLL | None:
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-    except OSError:
-        return None
-    return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.gpu_clocks import clocks
 from benchmarks.harness.journal import append
 from benchmarks.harness.revision import source_here
 from benchmarks.harness.timing import PASSED
 from tpengine.distributed.launch import num_cores
+from tpengine.doctor.nvml import clocks
 
 _UNITS = (
     "_seconds",

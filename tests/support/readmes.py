@@ -8,7 +8,12 @@ from pathlib import Path
 from support import ROOT
 
 _FOLDERS = (ROOT / "tpengine", ROOT / "kernels", ROOT / "benchmarks")
-READMES = (ROOT / "README.md", *sorted(path for folder in _FOLDERS for path in folder.rglob("README.md")))
+FIRST_NODE = ROOT / "tpengine" / "commands" / "first_node.md"
+READMES = (
+    ROOT / "README.md",
+    *sorted(path for folder in _FOLDERS for path in folder.rglob("README.md")),
+    FIRST_NODE,
+)
 
 
 def commands_in(text: str) -> list[str]:

@@ -9,6 +9,8 @@ options.py                        what the slow commands understand; their own f
 plan_arguments.py                 what advise, plan and schedule are asked
 advise.py plan.py                 the fastest layouts on a machine; one layout worked out
 schedule.py schedule_model.py schedule_packing.py   the plan of a schedule or of a configuration, printed and drawn
+doctor.py doctor_arguments.py      look at a machine before a run; pack what to send back
+doctor_rank.py doctor_report.py   a rank of it; its table and the files that it writes
 diagnose.py watch.py              why a run's steps take as long as they do; what runs report, drawn
 data_write.py data_shards.py data_check.py   token files from text, written, cut into files, checked and fitted
 data_chat.py                      token files from conversations

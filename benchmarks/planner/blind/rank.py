@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from benchmarks.harness import resident_memory
 from benchmarks.harness.allocations import Allocations
-from benchmarks.planner.machine.clock import clock_of
-from benchmarks.planner.machine.products import reference_seconds
-from benchmarks.planner.machine.sizes import sizes_of
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.doctor.measure.clock import clock_of
+from tpengine.doctor.measure.products import reference_seconds
+from tpengine.doctor.measure.sizes import sizes_of
 from tpengine.runs.trainer import Trainer
 
 

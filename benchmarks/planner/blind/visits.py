@@ -23,9 +23,9 @@ from typing import Any, Literal
 from benchmarks.harness.journal import append, read
 from benchmarks.harness.timing import rotation
 from benchmarks.planner.blind.predictions import Prediction
-from benchmarks.planner.machine.sizes import sizes_of
 from tpengine.config import Config
 from tpengine.distributed.local_ranks import Ranks, RanksFailed
+from tpengine.doctor.measure.sizes import sizes_of
 from tpengine.dtypes import dtype_bytes
 from tpengine.planner.machine import Machine
 

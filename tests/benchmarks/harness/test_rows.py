@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.harness import gpu_clocks
-from benchmarks.harness.gpu_clocks import Clocks, clocks
 from benchmarks.harness.journal import append
 from benchmarks.harness.revision import REVISION_VARIABLE, source_here
 from benchmarks.harness.rows import cpu_model, environment, make_row, stored
+from tpengine.doctor import nvml
+from tpengine.doctor.nvml import Clocks, clocks
 
 WHERE = {"date", "commit", "dirty", "python", "torch", "triton", "tpengine", "cpu", "cores"}
 WHERE |= {"gpu", "gpu_clock_mhz", "gpu_memory_clock_mhz"}
@@ -108,13 +108,15 @@ def test_clocks_are_those_that_the_driver_tells(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="one"))
     monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
-    gpu_clocks._device.cache_clear()
+    nvml._device.cache_clear()
+    nvml._library.cache_clear()
     try:
         assert clocks() == Clocks(1755, 3201)
         del told[2]
         assert clocks() == Clocks(1755, None)
     finally:
-        gpu_clocks._device.cache_clear()
+        nvml._device.cache_clear()
+        nvml._library.cache_clear()
 
 
 def test_the_processor_is_named_with_family_and_model(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from benchmarks.planner.blind import visits
 from benchmarks.planner.blind.predictions import Prediction, chosen, drawn_model, fits
 from benchmarks.planner.blind.verdict import machine_varied, row_of, verdict
 from benchmarks.planner.blind.visits import Asked, Step, machine_speed, measured, reference_by_file
-from benchmarks.planner.machine.sizes import sizes_of
 from benchmarks.run import main
 from tpengine.config import validate
 from tpengine.config.presets import preset_config
 from tpengine.distributed.local_ranks import Ranks, RanksFailed
+from tpengine.doctor.measure.sizes import sizes_of
 from tpengine.planner.advice.question import Question
 from tpengine.planner.machine import MACHINES
 

@@ -1,7 +1,8 @@
 """What a machine computes, reads and sends in a second, for costs before anything has run. No torch.
 
 machine.py (a rank and its links), measured.py (a quantity by size; what the engine's operators attain), sheets.py
-(machines by name, from data sheets), file.py (a measured machine's TOML file, and what `--machine` accepts).
+(machines by name, from data sheets), file.py (a measured machine's TOML file, and what `--machine` accepts), found.py
+(a machine of what microbenchmarks found).
 """
 
 from tpengine.planner.machine.file import machine_named, machine_of_values, machine_text, machine_values, read_machine

@@ -1,4 +1,4 @@
-"""A machine's file, in TOML: what `python -m benchmarks.run machine` writes, and what people write by hand.
+"""A machine's file, in TOML: what `tpengine doctor` and `python -m benchmarks.run machine` write, or people by hand.
 
 format = 1
 name = "two cores"
@@ -61,7 +61,7 @@ def machine_named(text: str) -> Machine:
     else:
         raise ValueError(
             f"--machine must be one of {', '.join(MACHINES)}, or a file .toml, with :RANKS_PER_NODExNODES behind it if "
-            f"it matters: got {text!r}: use h200:8x4, or a file of `python -m benchmarks.run machine`"
+            f"it matters: got {text!r}: use h200:8x4, or a file of `tpengine doctor`"
         )
     given = [found[name] if found else None for name in ("per_node", "nodes")]
     per_node, nodes = (int(size or 0) for size in given)

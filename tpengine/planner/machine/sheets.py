@@ -3,7 +3,7 @@ the step times of training runs.
 
 Peaks are of dense matmuls, of memory, and of links in one direction. The network between nodes is what such nodes are
 sold with: a card of 400 Gbit/s for each Hopper or Blackwell GPU, 200 for each A100. A cluster that differs needs a file
-(file.py), which `python -m benchmarks.run machine` writes.
+(file.py), which `tpengine doctor` writes.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from tpkernels import work
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.ops.attention.host import causal_attention
 
-from benchmarks.planner.machine.clock import Clock
-from benchmarks.planner.machine.sizes import Sizes
 from tpengine.config import OptimConfig
+from tpengine.doctor.measure.clock import CallClock
+from tpengine.doctor.measure.sizes import MeasuredSizes
 from tpengine.layers.attention import attend
 from tpengine.layers.mlp import activated
 from tpengine.layers.norm import RMSNorm
@@ -32,7 +32,7 @@ _LEAST, _LEAST_ROTATION = 0.2, 0.02
 _NUMBER = 3
 
 
-def operator_rates(clock: Clock, dtype: torch.dtype, sizes: Sizes, host_s: float) -> Points:
+def operator_rates(clock: CallClock, dtype: torch.dtype, sizes: MeasuredSizes, host_s: float) -> Points:
     """Return rates by operator: (bytes of a call, bytes per second); attention (tokens, operations per second).
 
     Args:
@@ -118,7 +118,7 @@ def _cases(
     }
 
 
-def _attention(clock: Clock, dtype: torch.dtype, sizes: Sizes, found: Points) -> None:
+def _attention(clock: CallClock, dtype: torch.dtype, sizes: MeasuredSizes, found: Points) -> None:
     """Add attention by length of sequence; and the rotation, which is what is left of the layer's own function."""
     device, head_size, (heads, kv_heads) = clock.device, _HEAD_SIZE, sizes.heads
     tokens = max(sizes.seqs)
@@ -162,7 +162,7 @@ def _core(device: torch.device, batch: int, heads: int, kv_heads: int, seq: int)
     return on_host if device.type == "cpu" else by_kernels
 
 
-def update_rates(clock: Clock, dtype: torch.dtype, sizes: Sequence[int]) -> Points:
+def update_rates(clock: CallClock, dtype: torch.dtype, sizes: Sequence[int]) -> Points:
     """Return the rates of AdamW's step on weights of a dtype, and of clearing gradients, by bytes of all elements."""
     found: Points = {"adamw": [], "zero": []}
     wide = torch.promote_types(dtype, torch.float32)

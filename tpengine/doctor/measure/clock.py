@@ -32,8 +32,8 @@ def usual(seconds: Sequence[float]) -> float:
     return sum(kept) / len(kept)
 
 
-class Clock:
-    """Times calls on the host; on a GPU see `DeviceClock` and `LaunchClock`.
+class CallClock:
+    """Times calls on the host; on a GPU see `DeviceCallClock` and `LaunchClock`.
 
     Args:
         device: where tensors live.
@@ -127,7 +127,7 @@ class Clock:
         return bool(goes_on)
 
 
-class DeviceClock(Clock):
+class DeviceCallClock(CallClock):
     """The GPU's time of calls, by events; a GPU that waited for the host would count the host's time.
 
     So it is kept busy until the host has started the call. The first call of each case, which compiles, does not count.
@@ -149,7 +149,7 @@ class DeviceClock(Clock):
         return begin.elapsed_time(end) / 1e3
 
 
-class LaunchClock(Clock):
+class LaunchClock(CallClock):
     """The host's time to start calls on a GPU, which does not wait for them."""
 
     def _seconds(self, call: Callable[[], object]) -> float:
@@ -159,11 +159,11 @@ class LaunchClock(Clock):
         return seconds
 
 
-def clock_of(device: torch.device, seconds: float, evicting_bytes: int) -> Clock:
-    """Return the clock for what runs on a device; arguments as of `Clock`."""
-    return (DeviceClock if device.type == "cuda" else Clock)(device, seconds, evicting_bytes)
+def clock_of(device: torch.device, seconds: float, evicting_bytes: int) -> CallClock:
+    """Return the clock for what runs on a device; arguments as of `CallClock`."""
+    return (DeviceCallClock if device.type == "cuda" else CallClock)(device, seconds, evicting_bytes)
 
 
-def host_clock_of(device: torch.device, seconds: float) -> Clock:
+def host_clock_of(device: torch.device, seconds: float) -> CallClock:
     """Return the clock for the host's part of calls."""
-    return (LaunchClock if device.type == "cuda" else Clock)(device, seconds, 0)
+    return (LaunchClock if device.type == "cuda" else CallClock)(device, seconds, 0)

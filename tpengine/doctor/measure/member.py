@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from benchmarks.harness import resident_memory
-from benchmarks.planner.machine.clock import Clock, clock_of, host_clock_of
-from benchmarks.planner.machine.exchanges import fused_rates, message_seconds, sum_rates
-from benchmarks.planner.machine.host import seconds_per_action, seconds_per_operator
-from benchmarks.planner.machine.operators import operator_rates, update_rates
-from benchmarks.planner.machine.products import cold_shares, prepare_rates, product_rates
-from benchmarks.planner.machine.sizes import Sizes
 from tpengine.distributed.local_ranks import THREADS_PER_RANK
+from tpengine.doctor.measure.clock import CallClock, clock_of, host_clock_of
+from tpengine.doctor.measure.exchanges import fused_rates, message_seconds, sum_rates
+from tpengine.doctor.measure.heap import keep_what_is_freed
+from tpengine.doctor.measure.host import seconds_per_action, seconds_per_operator
+from tpengine.doctor.measure.operators import operator_rates, update_rates
+from tpengine.doctor.measure.products import cold_shares, prepare_rates, product_rates
+from tpengine.doctor.measure.sizes import MeasuredSizes
 
 
 class Member:
@@ -25,9 +26,9 @@ class Member:
         sizes: what is measured.
     """
 
-    def __init__(self, device: str, sizes: Sizes) -> None:
+    def __init__(self, device: str, sizes: MeasuredSizes) -> None:
         if device == "cpu":
-            resident_memory.keep_what_is_freed()
+            keep_what_is_freed()
             torch.set_num_threads(THREADS_PER_RANK)
         self._sizes, self._clock = sizes, clock_of(torch.device(device), sizes.seconds, sizes.evicting_bytes)
         # Nothing is pushed out of the caches. Such calls differ by less from each other.
@@ -52,7 +53,7 @@ class Member:
         sizes = self._sizes
         return cold_shares(self._clock, self._warm, getattr(torch, dtype), sizes.cycled, sizes.cycled_bytes)
 
-    def _of_micro_batches(self, clock: Clock, dtype: torch.dtype) -> dict[str, Any]:
+    def _of_micro_batches(self, clock: CallClock, dtype: torch.dtype) -> dict[str, Any]:
         sizes = self._sizes
         # A GPU's clock does not count the host.
         host_s = seconds_per_operator(clock) if clock.device.type == "cpu" else 0.0
@@ -76,13 +77,17 @@ class Member:
         launch = self._clock.of_call([lambda: x.add_(1.0)], is_cold=False)
         return seconds_per_operator(self._host), seconds_per_action(self._host), launch
 
-    def exchanges(self) -> dict[str, list[tuple[float, float]]]:
-        """Return messages, sums and fused matmuls by size; nothing with one rank."""
-        if dist.get_world_size() == 1:
+    def exchanges(self, group: ProcessGroup | None = None) -> dict[str, list[tuple[float, float]]]:
+        """Return messages, sums and fused matmuls by size, of this host's ranks on a CPU; nothing with one rank.
+
+        Args:
+            group: the ranks of this host; None for all.
+        """
+        if dist.get_world_size(group) == 1:
             return {}
         clock, sizes = self._clock, self._sizes
         return {
-            "messages": message_seconds(clock, sizes.message_bytes),
-            "sums": sum_rates(clock, sizes.sum_bytes),
-            "fused": fused_rates(clock, sizes.fused),
+            "messages": message_seconds(clock, sizes.message_bytes, group),
+            "sums": sum_rates(clock, sizes.sum_bytes, group),
+            "fused": fused_rates(clock, sizes.fused, group),
         }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from tpkernels.exchange.communicator import Communicator
 
-from benchmarks.planner.machine.clock import Clock
+from tpengine.doctor.measure.clock import CallClock
 from tpengine.layers.attention import Attention
 from tpengine.layers.mlp import SwiGLU
 from tpengine.layers.norm import RMSNorm
@@ -39,14 +39,14 @@ class _Block(nn.Module):
         return y
 
 
-def seconds_per_operator(clock: Clock) -> float:
+def seconds_per_operator(clock: CallClock) -> float:
     """Return the host's time of one operator of a block, forward or backward."""
     block = _Block(clock.device)
     times = clock.of_graph(lambda: torch.randn(2, 8, device=clock.device).requires_grad_(), block, 4, is_cold=False)
     return sum(times) / _OPERATORS
 
 
-class _Batch:
+class _OneTensor:
     def __init__(self, x: Tensor) -> None:
         self.x = x
 
@@ -62,10 +62,10 @@ class _Batch:
         return y.sum()
 
 
-def seconds_per_action(clock: Clock) -> float:
+def seconds_per_action(clock: CallClock) -> float:
     """Return what an action takes whose stage computes nothing."""
     x = torch.ones(2, device=clock.device, requires_grad=True)
-    stage = Stage(lambda x: x * 2.0, _Batch(x), is_first=True, is_last=True)
+    stage = Stage(lambda x: x * 2.0, _OneTensor(x), is_first=True, is_last=True)
     handlers = {
         Kind.F: lambda action: stage.forward(action.piece[1]),
         Kind.B: lambda action: stage.backward(action.piece[1]),

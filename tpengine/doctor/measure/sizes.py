@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes of all measurements; the defaults are those of a CPU."""
+class MeasuredSizes:
+    """MeasuredSizes of all measurements; the defaults are those of a CPU."""
 
     seconds: float = 0.02
     rows: tuple[int, ...] = (32, 64, 128, 256, 512, 2048)
@@ -37,7 +37,7 @@ class Sizes:
 
 
 # Of a GPU: larger.
-GPU = Sizes(
+GPU = MeasuredSizes(
     rows=(64, 512, 2048, 8192),
     matrices=((1024, 1024), (2048, 2048), (8192, 2048), (8192, 8192)),
     evicting_bytes=512 << 20,
@@ -53,13 +53,33 @@ GPU = Sizes(
 )
 
 
-def sizes_of(device: str) -> Sizes:
+def sizes_of(device: str) -> MeasuredSizes:
     """Return the sizes of cpu or cuda."""
-    return GPU if device == "cuda" else Sizes()
+    return GPU if device == "cuda" else MeasuredSizes()
 
+
+# Of a look that takes seconds: rough, but what a model of a handful of features meets.
+QUICK = MeasuredSizes(
+    seconds=0.0,
+    rows=(32, 256),
+    matrices=((128, 128), (384, 384)),
+    evicting_bytes=1 << 22,
+    cycled=(32, 128, 128),
+    cycled_bytes=(1 << 18, 1 << 20),
+    operators=((32, 256), (128, 384)),
+    seqs=(32, 128),
+    prepared=(128,),
+    updated=(100_000,),
+    copied_bytes=(1 << 16, 1 << 22),
+    message_bytes=(1 << 12, 1 << 18),
+    sum_bytes=(1 << 16, 1 << 20),
+    fused=((64, 256), (128, 384)),
+)
+# (tokens of all ranks, width) of fused products that such a look times.
+TINY_TIMED = ((64, 128),)
 
 # Of a test.
-TINY = Sizes(
+TINY = MeasuredSizes(
     seconds=0.0,
     rows=(4, 8),
     matrices=((8, 8), (16, 8)),

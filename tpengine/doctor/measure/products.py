@@ -10,7 +10,7 @@ from torch import Tensor
 from tpkernels.ops.matmul.host import PreparedMatrix, product
 from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 
-from benchmarks.planner.machine.clock import Clock
+from tpengine.doctor.measure.clock import CallClock
 
 # Of a difference between two times; a curve has no zero.
 _LEAST_SHARE = 0.01
@@ -20,7 +20,9 @@ _LEAST_GAIN = 0.1
 Rates = dict[str, dict[int, list[tuple[float, float]]]]
 
 
-def product_rates(clock: Clock, dtype: torch.dtype, rows: Sequence[int], matrices: Sequence[tuple[int, int]]) -> Rates:
+def product_rates(
+    clock: CallClock, dtype: torch.dtype, rows: Sequence[int], matrices: Sequence[tuple[int, int]]
+) -> Rates:
     """Return operations per second by kind of product, rows and elements of the matrix.
 
     Args:
@@ -52,7 +54,7 @@ def product_rates(clock: Clock, dtype: torch.dtype, rows: Sequence[int], matrice
     return found
 
 
-def reference_seconds(clock: Clock, dtype: torch.dtype, references: Sequence[tuple[int, int, int]]) -> list[float]:
+def reference_seconds(clock: CallClock, dtype: torch.dtype, references: Sequence[tuple[int, int, int]]) -> list[float]:
     """Return the times of products [rows, inner] @ [inner, columns], timed as a machine's file has timed them.
 
     Args:
@@ -68,7 +70,7 @@ def reference_seconds(clock: Clock, dtype: torch.dtype, references: Sequence[tup
 
 
 def cold_shares(
-    clock: Clock, warm: Clock, dtype: torch.dtype, sizes: tuple[int, int, int], totals: Sequence[int]
+    clock: CallClock, warm: CallClock, dtype: torch.dtype, sizes: tuple[int, int, int], totals: Sequence[int]
 ) -> list[tuple[float, float]]:
     """Return how much of what memory costs more than caches is left, by the bytes of matrices that take turns.
 
@@ -97,7 +99,7 @@ def cold_shares(
     return points
 
 
-def prepare_rates(clock: Clock, dtype: torch.dtype, sizes: Sequence[int]) -> list[tuple[float, float]]:
+def prepare_rates(clock: CallClock, dtype: torch.dtype, sizes: Sequence[int]) -> list[tuple[float, float]]:
     """Return the bytes per second of converting a square weight into both forms, by bytes read and written."""
     points = []
     for size in sizes:
