@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.experts import Routes
-from tpkernels.ops.experts.rows import combine_backward, take_forward
+from tpkernels.ops.experts.rows import combine_backward, combine_forward, take_backward, take_forward
 from tpkernels.work import hottest_share
 
 from benchmarks.harness.rows import make_row, stored
@@ -51,7 +51,7 @@ from tpengine.model.parts import FastParts
 _LAYER, _ALONE, _PRODUCTS = "layer", "alone", "products"
 _ROUTINGS: tuple[Routing, ...] = ("uniform", "zipf")
 # What the layer calls to exchange something, by its name in the layer's module.
-_EXCHANGES = ("exchange_counts", "rows_to_experts", "rows_to_tokens", "combine_gradients")
+_EXCHANGES = ("exchange_counts", "rows_to_experts", "rows_to_sums", "combine_gradients")
 
 
 @dataclass(frozen=True)
@@ -217,17 +217,26 @@ def _recorded() -> Iterator[list[Any]]:
 def _replayed(returned: list[Any]) -> Iterator[None]:
     """Let the layer's exchanges do a single rank's work in their place, and return what they returned before."""
     coming = iter(returned)
+    # The sums in forward, behind counts and rows, return the experts' rows for this rank's tokens too.
+    _, ys = returned[2]
 
     def taken(x: Tensor, routes: Routes, _: Communicator) -> Any:
         take_forward(x, routes.order, routes.num_choices)
+        return next(coming)
+
+    def summed(_: Tensor, routes: Routes, *__: Any, weighted: bool, **___: Any) -> Any:
+        if weighted:
+            combine_forward(ys, routes.places, routes.weights)
+        else:
+            take_backward(ys, routes.places, routes.num_choices)
         return next(coming)
 
     def weighed(dy: Tensor, ys: Tensor, routes: Routes, *_: Any, **__: Any) -> Any:
         combine_backward(dy, ys, routes.order, routes.places, routes.weights)
         return next(coming)
 
-    calls = {name: lambda *_, **__: next(coming) for name in _EXCHANGES}
-    with _instead({**calls, "rows_to_experts": taken, "combine_gradients": weighed}):
+    calls = {"rows_to_experts": taken, "rows_to_sums": summed, "combine_gradients": weighed}
+    with _instead({"exchange_counts": lambda *_: next(coming), **calls}):
         yield
 
 
