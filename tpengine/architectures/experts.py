@@ -39,7 +39,8 @@ class Experts(Part):
 
     Each expert's F is cut over tp, or ranks share out whole experts (parallel.ep). The router is whole on every rank.
     Over tp all choose alike, and each has the part of the router's gradient that its columns of F make; where whole
-    experts lie apart, each rank routes its own tokens.
+    experts lie apart, each rank routes its own tokens. In exact mode all tp ranks route all tokens there too, and of
+    each row that travels the parts of all shards come back.
 
     Attributes:
         num_experts: E.
@@ -123,15 +124,23 @@ class Experts(Part):
         return {name: share[name] * math.prod(shape[1:]) for name, shape in shapes.items()}
 
     def tokens(self, s: Sizes) -> int:
-        """Return n, the tokens that a rank routes: T, or its own t where ranks share out whole experts."""
-        return s.own_tokens if s.ep > 1 else s.tokens
+        """Return n, the tokens that a rank routes: T, or in fast mode its own t where ranks share out whole experts."""
+        return s.own_tokens if s.ep > 1 and not s.partials else s.tokens
 
-    def sent(self, s: Sizes) -> int:
+    def chosen(self, s: Sizes) -> int:
         """Return n k, the rows that these tokens are in."""
         return self.tokens(s) * self.top_k
 
+    def sent(self, s: Sizes) -> int:
+        """Return the rows that a rank sends, t k, where ranks share out whole experts; else all of them."""
+        return (s.own_tokens if s.ep > 1 else s.tokens) * self.top_k
+
+    def returned(self, s: Sizes) -> int:
+        """Return the rows that come back for them: in exact mode one for each shard."""
+        return self.sent(s) * max(1, s.partials)
+
     def rows(self, s: Sizes) -> int:
-        """Return R, the rows of a rank's experts: n k, times the rank's load where ranks share out whole experts.
+        """Return R, the rows of a rank's experts: t k times the rank's load where ranks share out whole experts.
 
         No rank gets more than all rows. Where each expert is cut over tp, all ranks multiply the same rows.
         """
@@ -163,8 +172,8 @@ class Experts(Part):
         """
         found: list[Exchange] = []
         if s.ep > 1:
-            found += 2 * [Exchange(self.rows(s) * s.hidden * s.item, ("ep",))]
-        if s.tp > 1 and (s.ep == 1 or self.shared_size):
+            found += [Exchange(self.rows(s) * of * s.hidden * s.item, ("ep",)) for of in (1, max(1, s.partials))]
+        if s.tp > 1 and (s.ep == 1 or s.partials or self.shared_size):
             found += 2 * [Exchange(s.tokens * s.hidden * s.item)]
         return tuple(found)
 
@@ -195,7 +204,7 @@ class Experts(Part):
     def _routed(self, s: Sizes) -> tuple[Kernel, ...]:
         """Return the router's product, its scores and choice, and the copy of the rows in the order of experts."""
         scores = self.tokens(s) * self.num_experts
-        chosen = self.sent(s) * (s.wide + _INDEX_BYTES)
+        chosen = self.chosen(s) * (s.wide + _INDEX_BYTES)
         copied = 2 * self.sent(s) * s.hidden * s.item
         return (
             self._router(s),
@@ -205,7 +214,7 @@ class Experts(Part):
 
     def _moved(self, s: Sizes) -> Kernel:
         """Return the sum of a token's k rows, or its gradient."""
-        elements = self.sent(s) * s.hidden
+        elements = self.returned(s) * s.hidden
         return Kernel("", Work(2 * elements, (elements + self.tokens(s) * s.hidden) * s.item))
 
     def reads_output_gradient(self) -> bool:
@@ -219,8 +228,8 @@ class Experts(Part):
 
     def decided(self, s: Sizes) -> int:
         """Return experts and weights of each token, the order of the rows and its inverse, counts and offsets."""
-        chosen = self.sent(s) * (s.wide + _INDEX_BYTES)
-        return chosen + 2 * self.sent(s) * _INDEX_BYTES + self.num_experts * _INDEX_BYTES + self._offsets(s)
+        chosen = self.chosen(s) * (s.wide + _INDEX_BYTES)
+        return chosen + 2 * self.chosen(s) * _INDEX_BYTES + self.num_experts * _INDEX_BYTES + self._offsets(s)
 
     def _offsets(self, s: Sizes) -> int:
         return (self.num_experts // s.ep + 1) * _INDEX_BYTES
@@ -232,9 +241,9 @@ class Experts(Part):
         Where ranks share out whole experts, a rank keeps its own tokens, the rows that its experts got, and what came
         back for its own.
         """
-        tokens, rows, sent, width, num = self.tokens(s), self.rows(s), self.sent(s), self.width(s), self.num_experts
+        tokens, rows, back, width, num = self.tokens(s), self.rows(s), self.returned(s), self.width(s), self.num_experts
         routed = tokens * num * s.wide + self.decided(s) - num * _INDEX_BYTES
-        word, many = ("t", "R") if s.ep > 1 else ("T", "T k")
+        word, many = "t" if tokens < s.tokens else "T", "R" if s.ep > 1 else "T k"
         kept: tuple[Kept, ...] = (
             Kept("its gathered rows", f"{word} D e = {tokens} x {s.hidden} x {s.item}", tokens * s.hidden * s.item),
             Kept(
@@ -244,10 +253,10 @@ class Experts(Part):
             ),
             Kept(
                 "experts' rows and outputs",
-                f"(R + t k) D e = ({rows} + {sent}) x {s.hidden} x {s.item}"
+                f"(R + {'V ' * bool(s.partials)}t k) D e = ({rows} + {back}) x {s.hidden} x {s.item}"
                 if s.ep > 1
                 else f"2 T k D e = 2 x {rows} x {s.hidden} x {s.item}",
-                (rows + sent) * s.hidden * s.item,
+                (rows + back) * s.hidden * s.item,
             ),
             Kept(
                 "experts' gate, up, product",
@@ -275,9 +284,9 @@ class Experts(Part):
         ledger.briefly(s.widened(tokens + self.num_experts * s.hidden), 2 * self.tokens(s) * self.num_experts * s.wide)
         ledger.make(around, inside)
         # The outputs where they were made, until they are at their tokens' owners.
-        ledger.briefly((s.ep > 1) * self.rows(s) * s.hidden * s.item)
+        ledger.briefly((s.ep > 1) * max(1, s.partials) * self.rows(s) * s.hidden * s.item)
         # The sum of each token's rows; on a CPU of rows in the wider dtype.
-        ledger.briefly(s.widened(self.sent(s) * s.hidden + tokens), tokens * s.item)
+        ledger.briefly(s.widened(self.chosen(s) * s.hidden + tokens), tokens * s.item)
         ledger.make(tokens * s.item, *shared)
         ledger.briefly(tokens * s.item)
         ledger.free(tokens * s.item)
@@ -287,10 +296,11 @@ class Experts(Part):
         s, ledger = walk.s, walk.ledger
         gathered, routed, _, inside, *shared = (of.num_bytes for of in self.kept(s))
         row = s.hidden * s.item
-        tokens, sent, rows, middle = self.tokens(s) * row, self.sent(s) * row, self.rows(s) * row, inside // 3
+        tokens, sent, rows, middle = self.tokens(s) * row, self.returned(s) * row, self.rows(s) * row, inside // 3
+        parts = max(1, s.partials) * rows
         of_expert = self.width(s) * s.hidden
         # The gradient of all tokens' outputs, where it is gathered.
-        dy = (s.own_tokens < s.tokens and s.ep == 1) * tokens
+        dy = (s.own_tokens < s.tokens and (s.ep == 1 or s.partials > 0)) * tokens
         ledger.make(dy)
         if shared:
             self._backward_shared(walk)
@@ -304,14 +314,14 @@ class Experts(Part):
         ledger.make(middle)
         ledger.briefly(max(3 * middle, 6 * s.widened(self.rows(s) * self.width(s))))
         # Of gate and up, and of the rows, while all operands are there.
-        ledger.make(2 * middle, rows)
+        ledger.make(2 * middle, parts)
         walk.weight_gradient(of_expert, 3 * middle, 2 * rows)
         ledger.free(middle, 2 * middle)
         # Of the tokens, whose rows come back.
         if s.ep > 1:
             ledger.make(sent)
-            ledger.free(rows)
-        ledger.briefly(s.widened(self.sent(s) * s.hidden))
+            ledger.free(parts)
+        ledger.briefly(s.widened(self.chosen(s) * s.hidden))
         ledger.make(tokens)
         ledger.free(sent)
         # Of the router, and what it adds to theirs.

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal, Protocol, Self
 
 from tpkernels.work import Work, all_gather_work, matmul_work, visible_pairs
 
-from tpengine.config import Config, ModelConfig
+from tpengine.config import Config, ModelConfig, num_shards_of
 from tpengine.dtypes import dtype_bytes
 from tpengine.plan import Gathered
 
@@ -102,6 +102,8 @@ class Sizes:
         packed: their lengths, where they are known.
         load: factor of what this rank gets beside an equal share, known at run time only; 1 is an equal share.
         ep: number of ranks that share out whole experts; with 1 each expert is cut over tp.
+        partials: parts that come back of each row that travels to an expert; 0 where tokens' owners route them alone.
+            In exact mode the number of shards: there all tp ranks route all tokens.
     """
 
     model: ModelConfig
@@ -117,6 +119,7 @@ class Sizes:
     packed: Packed | None = None
     load: float = 1.0
     ep: int = 1
+    partials: int = 0
 
     @classmethod
     def of(
@@ -145,6 +148,7 @@ class Sizes:
             packed=packed,
             load=load,
             ep=config.parallel.ep,
+            partials=num_shards_of(config) if train.reduction == "exact" and config.parallel.ep > 1 else 0,
         )
 
     @property

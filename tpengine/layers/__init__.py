@@ -4,6 +4,7 @@ column.py row.py   column- and row-parallel layers, and their products; read col
 prepared_weights.py  who owns the memory of a weight, and the forms in which it is multiplied
 experts.py routing.py  a mixture of experts: the networks, and which of them a token goes to
 spread_experts.py  the same, whole experts on several ranks, to which rows travel
+chunked_experts.py  the same in exact mode: of each row the parts of all shards come back
 bias.py            biases, and learned positions
 attention.py mlp.py norm.py   the other layers of a block
 scores.py          how scores are made: rotary positions, window, scale

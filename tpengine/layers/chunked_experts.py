@@ -43,7 +43,7 @@ from tpengine.layers.routing import Routed
 
 
 @dataclass(frozen=True)
-class Lane:
+class ReplicaRows:
     """The rows that this rank's experts get of one replica.
 
     Attributes:
@@ -85,7 +85,7 @@ class RowRoutes:
         numbers = [list(itertools.accumulate(of_replica[own], initial=0)) for of_replica in counts]
         begins = list(itertools.accumulate((of[-1] for of in numbers), initial=0))
         self.lanes = tuple(
-            Lane(slice(begin, begin + of[-1]), torch.tensor(of, dtype=torch.int32, device=device))
+            ReplicaRows(slice(begin, begin + of[-1]), torch.tensor(of, dtype=torch.int32, device=device))
             for begin, of in zip(begins, numbers, strict=False)
         )
 
@@ -165,9 +165,11 @@ class ChunkedExperts(nn.ModuleDict):
         routes = once(lambda: self._routes(where.counts))
         if not is_recorded():
             rows = routes.send(_taken(xs[0], where, routes))
-            return routes.give_back([[y for y, _ in of_lane] for of_lane in self._multiplied(rows, routes)])
-        for _, chunk, _, _ in self._each(routes):
-            for weight, sink in itertools.product(chunk.weights, (of_lane[0] for of_lane in self.sinks)):
+            return routes.give_back(
+                [[chunk(rows[lane.rows], lane.offsets) for chunk in self._chunks()] for lane in routes.lanes]
+            )
+        for chunk, sink in zip(self._chunks(), self.sinks[0], strict=True):
+            for weight in chunk.weights:
                 check_reaches(sink, weight, "an expert's weight")
         weights = [weight for chunk in self._chunks() for weight in chunk.weights]
         return list(_Chunked.apply(routes, self, where, len(xs), *xs, *weights))
@@ -177,7 +179,7 @@ class ChunkedExperts(nn.ModuleDict):
             assert isinstance(chunk, ExpertNetworks)
             yield chunk
 
-    def _each(self, routes: RowRoutes) -> Iterator[tuple[Lane, ExpertNetworks, GradientSink, int]]:
+    def _each(self, routes: RowRoutes) -> Iterator[tuple[ReplicaRows, ExpertNetworks, GradientSink, int]]:
         """Yield each lane's chunks with their sinks, and the number of the chunk."""
         for lane, sinks in zip(routes.lanes, self.sinks, strict=True):
             for number, (chunk, sink) in enumerate(zip(self._chunks(), sinks, strict=True)):

@@ -206,6 +206,24 @@ def test_what_grows_with_the_load_is_what_experts_compute() -> None:
     assert grown["its gathered rows"] == kept["its gathered rows"] == even.x
 
 
+def test_in_exact_mode_the_parts_of_all_shards_come_back() -> None:
+    """All tp ranks route all tokens; of each row that travels 4 come back, and are kept."""
+    part, base = Experts.of(tiny_moe().model), replace(tiny_moe(), parallel=replace(ParallelConfig(2, 1, 1), ep=2))
+    fast, exact = (
+        Sizes.of(validate(replace(base, train=replace(base.train, reduction=reduction)), 2), 2)
+        for reduction in ("fast", "exact")
+    )
+    assert (fast.partials, exact.partials) == (0, 4)
+    assert part.tokens(exact) == exact.tokens == 2 * part.tokens(fast)
+    rows = exact.own_tokens * 2 * 128 * 4
+    assert [of.num_bytes for of in part.exchanges(fast)] == [rows, rows]
+    # Then the gather of tokens, and their sum, of all parts that are cut over tp.
+    assert [of.num_bytes for of in part.exchanges(exact)] == [rows, 4 * rows, *2 * [exact.tokens * 128 * 4]]
+    kept = {of.name: of.num_bytes for of in part.kept(exact)}
+    assert kept["experts' rows and outputs"] == 5 * rows
+    assert kept["its gathered rows"] == exact.tokens * 128 * 4
+
+
 def test_numbers_of_experts_come_back_from_toml_and_a_dense_model_has_none(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(dump_toml(tiny_moe()))

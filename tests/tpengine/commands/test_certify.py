@@ -204,6 +204,24 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 
 def test_layouts_are_read() -> None:
     assert parse_layout("tp=4,pp=1,dp=2") == CertifiedLayout(4, 1, 2) and parse_layout("dp=2") == CertifiedLayout(dp=2)
+    assert parse_layout("tp=2,dp=2,ep=4") == CertifiedLayout(2, 1, 2, ep=4)
+    assert str(CertifiedLayout(2, 1, 2, 1, ep=4)) == "tp 2 x pp 1 x dp 2, ep 4, zero 1"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_experts_that_ranks_share_are_certified(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of another preset, since that of other layouts has none; each expert is compared by itself."""
+    argv = ["certify", "--dp", "2", "--ep", "2", "--against", "tp=2,ep=2", "--train.balance", "bias", "--steps", "1"]
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "tp 1 x pp 1 x dp 2, ep 2 against tp 2 x pp 1 x dp 1, ep 2, exact mode"
+    assert lines[1].startswith("preset tiny_moe: ") and lines[-1] == "certified: identical"
+
+
+def test_a_model_without_experts_has_none_to_share(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "--tp", "2", "--ep", "2", "--preset", "tiny"]) == 2
+    assert "ep 2, and this model has none: use ep 1" in capsys.readouterr().err
 
 
 def test_a_directory_with_few_positions_and_odd_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
