@@ -342,14 +342,14 @@ def _objective(given: _RunArguments, config: Config) -> Objective | None:
     return objective
 
 
-def wings() -> Wings:
-    """Return what a run has other rooms do."""
+def wings(limit: int = 0) -> Wings:
+    """Return what a run has other rooms do. Args: limit: bytes that a rank may use; 0 for any number."""
     from tpengine.hugging_face.beginning import WeightsOfPath
     from tpengine.hugging_face.tokenizer_files import kept_tokenizer
     from tpengine.planner.draw.learning_rate import draw_learning_rate
     from tpengine.planner.machine import machine_on
     from tpengine.planner.modelled.costs import bytes_per_rank
-    from tpengine.planner.modelled.memory import memory_of
+    from tpengine.planner.modelled.memory import memory_of, most_load
     from tpengine.planner.profiles.recorded import write_recording
     from tpengine.runs.job import Wings
 
@@ -360,6 +360,7 @@ def wings() -> Wings:
     return Wings(
         bytes_per_rank=bytes_per_rank,
         memory_of=lambda config, layout, plan, device: memory_of(config, layout, plan, machine_on(device)),
+        most_load=lambda config, layout, plan, device: most_load(config, layout, plan, limit, machine_on(device)),
         draw_learning_rate=draw_learning_rate,
         write_recording=write_recording,
         find_beginning=WeightsOfPath.of,
@@ -428,13 +429,15 @@ def _train(
     """Train; return what has come of it, or what the user can mend and only training finds; on all ranks alike."""
     from tpengine.runs.job import Job
     from tpengine.runs.loop import train
+    from tpengine.runs.memory_limit import memory_limit
     from tpengine.training.planned_run import RunError
 
     config, corpora, device, cores = prepared.config, prepared.corpora, prepared.device, prepared.shared_cores
     try:
         residency, run_dir, content = prepared.residency, prepared.run_dir, _content(corpora, launch, device)
         found = prepared.checkpoint, prepared.beginning
-        others = meeting, wings(), content, run_dir
+        limit = memory_limit(config, launch, device)
+        others = meeting, wings(limit), content, run_dir
         job = Job(
             *(config, corpora, launch, device, cores, residency, *others, *found),
             objective=prepared.objective,

@@ -243,12 +243,14 @@ class Experts(Part):
         """
         tokens, rows, back, width, num = self.tokens(s), self.rows(s), self.returned(s), self.width(s), self.num_experts
         routed = tokens * num * s.wide + self.decided(s) - num * _INDEX_BYTES
-        word, many = "t" if tokens < s.tokens else "T", "R" if s.ep > 1 else "T k"
+        word = "t" if tokens < s.tokens else "T"
+        many, owned = ("R", "E/N") if s.ep > 1 else ("T k", "E")
         kept: tuple[Kept, ...] = (
             Kept("its gathered rows", f"{word} D e = {tokens} x {s.hidden} x {s.item}", tokens * s.hidden * s.item),
             Kept(
                 "logits and choices",
-                f"{word} (E a + k (a + 12)) = {tokens} x ({num} x {s.wide} + {self.top_k} x {s.wide + 12})",
+                f"{word} (E a + k (a + 12)) + 4 ({owned} + 1) = {tokens} x ({num} x {s.wide} + {self.top_k} x "
+                f"{s.wide + 12}) + {self._offsets(s)}",
                 routed,
             ),
             Kept(

@@ -179,3 +179,8 @@ def layer_halves(model: ModelConfig, layer: int) -> tuple[Half, ...]:
 def layers_are_alike(model: ModelConfig) -> bool:
     """Return whether all layers of a model have the same parts."""
     return all(layer_halves(model, layer) == layer_halves(model, 0) for layer in range(model.num_layers))
+
+
+def lacks_bias(model: ModelConfig) -> bool:
+    """Return whether routers have biases that files of the architecture have no place for, so that no export holds."""
+    return model.details.router_bias and model.architecture in BUILT_IN

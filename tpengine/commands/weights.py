@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from tpengine.architectures.config_json import ConfigJson, written_rope
-from tpengine.architectures.registry import BUILT_IN, architecture_of, model_of
+from tpengine.architectures.registry import BUILT_IN, architecture_of, lacks_bias, model_of
 from tpengine.checkpoint.index import (
     CheckpointError,
     FileEntry,
@@ -158,7 +158,7 @@ def export(run: Path, step: int | None, out: Path, dtype: str | None = None, own
     if dtype is not None and dtype not in FILE_NAMES:
         raise ValueError(f"--dtype must be one of {', '.join(FILE_NAMES)}: got {dtype!r}: use float32")
     config = saved_config(str(run), own)
-    if config.model.details.router_bias and config.model.architecture in BUILT_IN:
+    if lacks_bias(config.model):
         raise ValueError(
             f"files of {config.model.architecture} have no bias of a router, without which tokens go to other experts: "
             f"{run} was trained with one (--train.balance bias), which stays: begin anew with --train.balance loss"

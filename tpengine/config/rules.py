@@ -6,10 +6,11 @@ the nearest legal choice.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from tpengine.config.exact_sizes import BLOCK, MOST_SHARDS, elements_of_shared_experts, largest_dp, num_shards_of
@@ -53,7 +54,8 @@ def resolve_layout(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
     """Fill in the sizes that were left out, so that tp * pp * dp is the number of processes.
 
     Two given sizes determine the third. If more are left out, tp and then pp become 2 if the remaining number of
-    processes is even, and dp takes the rest: 4 processes are tp 2, pp 2, dp 1.
+    processes is even, and dp takes the rest: 4 processes are tp 2, pp 2, dp 1. Where ranks share experts they become
+    what comes first after that and lets ep be tp, or tp times a divisor of dp: with ep 4 tp 2, pp 1, dp 2.
 
     Raises:
         ValueError: no choice gives the number of processes; names the nearest layouts.
@@ -67,11 +69,31 @@ def resolve_layout(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
     missing = [axis for axis, size in given.items() if size is None]
     if remainder or (not missing and rest != 1):
         raise ValueError(_layout_message(given, world_size, known))
-    for axis in missing:
-        is_last = axis == missing[-1]
-        given[axis] = rest if is_last else (2 if rest % 2 == 0 else 1)
-        rest //= given[axis]
-    return replace(parallel, **given)
+    filled = _filled(missing, rest, all_of_them=parallel.ep > 1)
+    first = given | next(filled)
+    # If none lets ep be what it is, the first is refused for that (_check_experts).
+    layouts = itertools.chain([first], (given | sizes for sizes in filled))
+    return replace(parallel, **next((layout for layout in layouts if _fits_ep(layout, parallel.ep)), first))
+
+
+def _filled(missing: Sequence[str], rest: int, *, all_of_them: bool) -> Iterator[dict[str, int]]:
+    """Yield sizes for the axes that are left out, whose product is `rest`: the preferred ones, or all."""
+    if len(missing) < 2:
+        yield dict.fromkeys(missing, rest)
+        return
+    axis, *others = missing
+    preferred = [2, 1] if rest % 2 == 0 else [1]
+    sizes = [*preferred, *(size for size in divisors(rest) if size > 2 or size not in preferred)]
+    for size in sizes if all_of_them else sizes[:1]:
+        for more in _filled(others, rest // size, all_of_them=all_of_them):
+            yield {axis: size, **more}
+
+
+def _fits_ep(sizes: Mapping[str, int | None], ep: int) -> bool:
+    """Return whether ep is tp, or tp times a divisor of dp; also where experts are not shared."""
+    tp, dp = sizes["tp"], sizes["dp"]
+    assert tp and dp, "all sizes are filled in"
+    return ep < 2 or (ep % tp == 0 and tp * dp % ep == 0)
 
 
 def _layout_message(given: Mapping[str, int | None], world_size: int, known: int) -> str:

@@ -71,8 +71,10 @@ class _SpreadCombined(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         returned, weights = ctx.saved_tensors
         routes = replace(ctx.routes, weights=weights)
-        of_weights = ctx.needs_input_grad[1]
-        return *combine_gradients(dy.contiguous(), returned, routes, ctx.comm, of_weights=of_weights), None, None
+        # Frozen experts over nothing that is trained need no gradient of their rows, which then stay where they are.
+        of_rows, of_weights, *_ = ctx.needs_input_grad
+        asked = {"of_rows": of_rows, "of_weights": of_weights}
+        return *combine_gradients(dy.contiguous(), returned, routes, ctx.comm, **asked), None, None
 
 
 class SpreadExperts(ExpertMixture):

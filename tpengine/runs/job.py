@@ -43,6 +43,7 @@ class Wings:
     Attributes:
         bytes_per_rank: parameters of a rank and bytes of its state, by stage.
         memory_of: what a rank holds by a plan, by stage, of a phase on a device, cpu or cuda.
+        most_load: up to which load of the rank whose experts get most it is enough, of the same phase.
         draw_learning_rate: the rate of a step, the number of steps, and the first steps of later phases, as an SVG.
         write_recording: write and draw recorded steps.
         find_beginning: the weights that model.path has; ValueError if they cannot be used.
@@ -52,6 +53,7 @@ class Wings:
 
     bytes_per_rank: Callable[[Config, Layout], Sequence[tuple[int, int]]]
     memory_of: Callable[[Config, Layout, Plan, str], Sequence[HeldBytes]]
+    most_load: Callable[[Config, Layout, Plan, str], float]
     draw_learning_rate: Callable[[Callable[[int], float], int, Sequence[int]], str]
     write_recording: Callable[[Recording], None]
     find_beginning: Callable[[ModelConfig], Beginning]

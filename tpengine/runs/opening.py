@@ -17,7 +17,7 @@ from rich.console import Console
 from tpkernels.ops.attention.choice import Choice, Problem, Whose, choose
 
 from tpengine.architectures.model_path import dropout_not_taken
-from tpengine.architectures.registry import architecture_of
+from tpengine.architectures.registry import architecture_of, lacks_bias
 from tpengine.checkpoint.resume import Checkpoint, changes_since
 from tpengine.checkpoint.run_directory import write_config
 from tpengine.config import Config, decay_steps_of, phases_of
@@ -26,6 +26,7 @@ from tpengine.config.rules import zero_in_words
 from tpengine.distributed.agreement import broadcast_json
 from tpengine.files import write_beside
 from tpengine.last_words import RANK_FAILED, USER_ERROR
+from tpengine.layout.step_plan import Layout
 from tpengine.observe.console import show_padding, show_phases, show_plan
 from tpengine.observe.metrics import BackgroundWriter, MetricsWriter
 from tpengine.observe.wandb_run import WandbRun
@@ -149,6 +150,8 @@ def _say_what_will_happen(
     show_plan(console, config, layout, plan, device, exchange, run_dir, *by_plan, job.shared_cores, attention)
     if said := zero_in_words(config.parallel):
         console.print(said, markup=False, highlight=False, soft_wrap=True)
+    for line in said_of_experts(config, layout, job.wings.most_load(config, layout, plan, device.type)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for part in planned.parts:
         show_padding(console, part.corpus.padding(), part.config.train.seq_len)
     show_phases(console, planned.phases, [_peak(job.wings, part, device) for part in planned.parts])
@@ -161,6 +164,26 @@ def _say_what_will_happen(
     _say_where_learning_ends(console, planned)
     if job.beginning is not None and (left_out := dropout_not_taken(config.model)):
         console.print(left_out, markup=False, highlight=False, soft_wrap=True)
+
+
+def said_of_experts(config: Config, layout: Layout, most_load: float) -> list[str]:
+    """Return what a run with experts should know before it starts: nothing of most.
+
+    Args: most_load: up to which load of a rank over the mean its memory is enough by the plan.
+    """
+    said = []
+    if layout.ep > 1:
+        until = "at every load" if most_load >= layout.ep else f"up to a load of {most_load:.2f}"
+        said.append(
+            f"memory by the plan is that of experts used evenly, and is enough {until} (rows of the hottest rank over "
+            "the mean: expert_rank_load of metrics.jsonl)"
+        )
+    if lacks_bias(config.model):
+        said.append(
+            f"no export: files of {config.model.architecture} have no place for the biases of --train.balance bias; "
+            "a run that begins with --train.balance loss can be exported"
+        )
+    return said
 
 
 def _peak(wings: Wings, part: PlannedPhase, device: torch.device) -> int:
@@ -191,8 +214,19 @@ def _say_what_is_resumed(console: Console, config: Config, checkpoint: Checkpoin
         if config.train.reduction == "fast" and saved_threads not in (None, threads):
             changes.append(f"threads per rank from {saved_threads} to {threads}, which may change the last bits")
         lines += [f"changed since the checkpoint: {change}" for change in changes]
+        lines += said_of_balance(checkpoint.index.state["config"]["train"].get("balance"), config)
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def said_of_balance(saved: str | None, config: Config) -> list[str]:
+    """Return what becomes of routers' biases that steps have moved until now, if they move them no more.
+
+    Args: saved: the train.balance of the checkpoint's run; None of one that knew none. config: what goes on.
+    """
+    if saved != "bias" or config.train.balance == "bias" or not config.model.details.router_bias:
+        return []
+    return ["routers' biases stay as they are: choices follow them, and no step moves them any more"]
 
 
 def _say_where_learning_ends(console: Console, planned: PlannedRun) -> None:

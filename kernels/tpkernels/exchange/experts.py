@@ -173,8 +173,8 @@ def rows_to_tokens(h: Tensor, routes: Routes, comm: Communicator) -> Tensor:
 
 @torch.no_grad()
 def combine_gradients(
-    dy: Tensor, ys: Tensor, routes: Routes, comm: Communicator, *, of_weights: bool = True
-) -> tuple[Tensor, Tensor | None]:
+    dy: Tensor, ys: Tensor, routes: Routes, comm: Communicator, *, of_weights: bool = True, of_rows: bool = True
+) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of what `combine` adds: of the experts' rows, at their owner, and of the weights.
 
         dh[R', D] = weights * dy of the pairs;  dweights[t, k] = <dy of the token, ys of the pair>
@@ -182,14 +182,15 @@ def combine_gradients(
     Args:
         dy: [t, D].
         ys: [R, D], of rows_to_tokens.
-        of_weights: whether dweights is asked for.
+        of_weights, of_rows: whether dweights and dh are asked for; of_rows alike on all ranks, as no row travels
+            without.
     """
     arena = comm.arena_for(dy)
     if arena is not None:
-        dh = _take_through(arena, dy, routes, scaled=True)
+        dh = _take_through(arena, dy, routes, scaled=True) if of_rows else None
         return dh, _slopes(dy, ys, routes) if of_weights else None
     dys, dweights = combine_backward(dy, ys, routes.order, routes.places, routes.weights)
-    return _sorted_to_experts(dys, routes, comm), dweights
+    return _sorted_to_experts(dys, routes, comm) if of_rows else None, dweights
 
 
 def _slopes(dy: Tensor, ys: Tensor, routes: Routes) -> Tensor:

@@ -109,7 +109,7 @@ def _combine_backward(
 ) -> tuple[Tensor, Tensor]:
     routes = Routes(order, places, weights, order, counts, num_rows)
     dh, dweights = combine_gradients(dy, ys, routes, communicator_named(group))
-    assert dweights is not None, "asked for"
+    assert dh is not None and dweights is not None, "asked for"
     return dh, dweights
 
 

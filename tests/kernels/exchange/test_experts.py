@@ -262,7 +262,12 @@ def shapes_and_calls(world: int) -> list[tuple[Any, ...]]:
             rows = rows_to_experts(mine.x, made, comm)
             ys = rows_to_tokens(rows, made, comm)
             dh, dweights = combine_gradients(mine.dy, ys, made, comm)
-            assert dweights is not None
+            assert dh is not None and dweights is not None
+            # Gradients that nobody asks for: no row travels, and the weights' are the same.
+            num_calls = len(recorder.calls)
+            nothing, alone = combine_gradients(mine.dy, ys, made, comm, of_rows=False)
+            assert nothing is None and alone is not None and torch.equal(alone, dweights)
+            assert len(recorder.calls) == num_calls
             shapes = *rows.shape, *ys.shape, *dh.shape, *dweights.shape
             found.append((made.num_rows, shapes, [call.operation for call in recorder.calls]))
     return found

@@ -81,6 +81,29 @@ def test_open_axes_are_filled(world_size: int, given_axes: dict[str, int], expec
     assert (layout.tp, layout.pp, layout.dp) == expected
 
 
+@pytest.mark.parametrize(
+    ("world_size", "given_axes", "expected"),
+    [
+        (4, {"ep": 4}, (2, 1, 2)),
+        (4, {"ep": 2}, (2, 2, 1)),
+        (8, {"ep": 8}, (2, 1, 4)),
+        (8, {"ep": 4}, (2, 2, 2)),
+        (8, {"ep": 4, "pp": 2}, (2, 2, 2)),
+        (8, {"ep": 8, "tp": 4}, (4, 1, 2)),
+        (6, {"ep": 3}, (1, 2, 3)),
+        (9, {"ep": 9}, (1, 1, 9)),
+        # None fits: as without ep, and the rule of ep says so.
+        (8, {"ep": 3}, (2, 2, 2)),
+        (8, {"ep": 8, "pp": 2}, (2, 2, 2)),
+    ],
+)
+def test_sizes_that_are_left_out_let_ranks_share_experts(
+    world_size: int, given_axes: dict[str, int], expected: tuple[int, ...]
+) -> None:
+    layout = resolve_layout(ParallelConfig(**given_axes), world_size)  # type: ignore[arg-type]
+    assert (layout.tp, layout.pp, layout.dp) == expected
+
+
 @given(st.integers(1, 512), st.sets(st.sampled_from(("tp", "pp", "dp"))), st.data())
 @settings(derandomize=True, deadline=None)
 def test_every_layout_multiplies_to_the_number_of_processes(

@@ -258,6 +258,8 @@ def _block_lines(sheet: Sheet) -> Iterator[str]:
     if _shows_input(block, 0, recompute):
         yield _line("its input", x, s.x)
     keeps_parts = recompute in (Recompute.NONE, Recompute.ATTENTION)
+    if block.decided and not keeps_parts:
+        yield _line("choices", "experts, weights and places of each token, counts", block.decided)
     for place in range(len(block.halves) - 1, -1, -1) if keeps_parts else ():
         half = block.halves[place]
         if place > 0 and _shows_input(block, place, recompute):
@@ -289,9 +291,13 @@ def _working_lines(sheet: Sheet, block: BlockBytes, keeps_parts: bool) -> Iterat
 
 
 def _shows_input(block: BlockBytes, place: int, recompute: Recompute) -> bool:
-    """Return whether a half's input has a line of its own: not where it is among its gathered rows, or is let go."""
-    is_whole = recompute in (Recompute.BLOCK, Recompute.FULL)
-    return is_whole or block.halves[place].norm.keeps_input or block.is_again(place, recompute)
+    """Return whether a half's input has a line of its own: not where it is among its gathered rows, or is let go.
+
+    Where whole chunks are computed again, the chunk keeps its input, and no block of it.
+    """
+    if recompute is Recompute.FULL:
+        return False
+    return recompute is Recompute.BLOCK or block.halves[place].norm.keeps_input or block.is_again(place, recompute)
 
 
 def _half_lines(block: BlockBytes, place: int) -> Iterator[str]:
@@ -311,7 +317,7 @@ def _half_lines(block: BlockBytes, place: int) -> Iterator[str]:
 
 
 def _line(name: str, formula: str, num_bytes: float) -> str:
-    return f"  {name:<20} {formula:<60} {num_bytes:>20,.0f}"
+    return f"  {name:<32} {formula:<72} {num_bytes:>17,.0f}"
 
 
 def seconds_text(seconds: float) -> str:

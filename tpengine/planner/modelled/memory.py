@@ -23,6 +23,7 @@ from tpengine.planner.memory import memory_curve, slot_bytes
 from tpengine.planner.modelled.caches import prepared_bytes
 from tpengine.planner.modelled.costs import model_costs
 
+_LOAD_STEP = 0.01
 _Curve = tuple[tuple[float, float], ...]
 
 
@@ -182,6 +183,33 @@ def residency_that_fits(config: Config, limit: int, rank: int, device: str) -> R
     return residency
 
 
+def most_load(config: Config, layout: Layout, plan: Plan, limit: int, machine: Machine = CPU_CORE) -> float:
+    """Return up to which load of the rank whose experts get most a plan fits into memory; found to a hundredth.
+
+    Args:
+        config: validated.
+        layout, plan: of that configuration; they fit at an even load.
+        limit: bytes per rank; 0 for no limit.
+        machine: as memory_of.
+
+    Returns: as Sizes has a load. At most ep: then one rank's experts get every row.
+
+    Cost: where it does not fit at every load, a dozen simulated steps.
+    """
+    most = float(layout.ep)
+
+    def fits(load: float) -> bool:
+        return max(rank.peak for rank in memory_of(config, layout, plan, machine, load)) <= limit
+
+    if layout.ep == 1 or not limit or fits(most):
+        return most
+    least = 1.0
+    while most - least > _LOAD_STEP:
+        middle = (least + most) / 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return least
+
+
 def _check_fits(config: Config, needed: RankMemory, limit: int, rank: int, machine: Machine, when: str) -> None:
     if limit and needed.peak > limit:
         fitting = (
@@ -191,9 +219,10 @@ def _check_fits(config: Config, needed: RankMemory, limit: int, rank: int, machi
         )
         words = next(fitting, "")
         remedy = f"use {words}" if words else "use more ranks, or a smaller --train.micro-batch-size"
+        even = "with experts used evenly " if config.parallel.ep > 1 else ""
         where = "--parallel.memory-limit" if config.parallel.memory_limit else "what there is"
         raise ValueError(
-            f"a rank's memory must be enough: by the plan {when}rank {rank} would hold "
+            f"a rank's memory must be enough: by the plan {when}{even}rank {rank} would hold "
             f"{needed.peak / 1e6:,.1f} MB in {needed.action}, "
             f"{(needed.peak - limit) / 1e6:,.1f} MB more than {where}, {limit / 1e6:,.1f} MB: {remedy}"
             f", or allow it with --parallel.memory-limit {needed.peak}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tpengine.planner.advice.bounds import Bounds
 from tpengine.planner.advice.question import Question, candidates, shapes
 from tpengine.planner.advice.recorded import load_recorded
 from tpengine.planner.advice.search import search
-from tpengine.planner.advice.sheets import Sheet
+from tpengine.planner.advice.sheets import Sheet, memory_lines
 from tpengine.planner.machine import MACHINES
 from tpengine.planner.modelled.costs import model_costs
 from tpengine.planner.modelled.exchanged import exchanged
@@ -127,3 +128,28 @@ def test_what_is_fixed_is_kept() -> None:
     assert {(row.layout.tp, row.layout.ep) for row in found.rows} == {(1, 2), (2, 2)}
     assert all("--parallel.ep 2" in row.layout.flags(question) for row in found.rows)
     assert next(shapes(replace(question, fixed={"ep": 3})), None) is None
+
+
+@pytest.mark.parametrize("recompute", ["none", "attention", "block", "full"])
+@pytest.mark.parametrize(("tp", "ep", "load"), [(2, 4, 1.5), (2, 1, 1.0), (1, 4, 1.0)])
+def test_the_lines_of_a_sheet_add_up(recompute: str, tp: int, ep: int, load: float) -> None:
+    """What a block keeps is its lines' sum, and every formula with its numbers put in is the bytes behind it."""
+    base = tiny_moe()
+    details = replace(base.model.details, shared_expert_size=64, gates_shared_expert=True)
+    layout = replace(ParallelConfig(tp, 1, 4 // tp), ep=ep, recompute=recompute)  # type: ignore[arg-type]
+    config = validate(replace(base, model=replace(base.model, details=details), parallel=layout), 4)
+    sheet = Sheet.of(config, H100, load=load)
+    lines = list(memory_lines(sheet))
+    own = lines[next(at for at, line in enumerate(lines) if line.startswith("a block keeps")) + 1 :]
+    kept = own[: next(at for at, line in enumerate(own) if line.startswith("  together")) + 1]
+    *parts, together = [int(line.split()[-1].replace(",", "")) for line in kept]
+    assert sum(parts) == together and (together > 0 or recompute == "full")
+    formulas = [re.fullmatch(r"  \S.* = ([^=]+?) +([\d,]+)", line) for line in lines]
+    worked_out = [(found[1].replace(" x ", " * "), found[2]) for found in formulas if found]
+    assert worked_out or recompute == "full"
+    for numbers, said in worked_out:
+        assert eval(numbers) == int(said.replace(",", "")), numbers
+    state = sheet.memory[0].state
+    named = ("weights", "gradients", "masters", "moments")
+    held = {line.split()[0]: int(line.split()[-1].replace(",", "")) for line in lines if line.startswith("  ")}
+    assert sum(held.get(name, 0) for name in named) == state.total

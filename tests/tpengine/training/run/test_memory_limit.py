@@ -18,8 +18,9 @@ from tpengine.distributed.launch import Launch
 from tpengine.layout.state_bytes import state_bytes
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Residency
-from tpengine.planner.modelled.memory import decided_residency, memory_of, smaller_settings
+from tpengine.planner.modelled.memory import decided_residency, memory_of, most_load, smaller_settings
 from tpengine.runs.memory_limit import fitting_residency, memory_limit
+from tpengine.runs.opening import said_of_balance, said_of_experts
 
 CPU = torch.device("cpu")
 
@@ -102,3 +103,46 @@ def test_without_a_limit_a_host_is_shared_by_its_ranks(monkeypatch: pytest.Monke
     # Unknown: nothing is refused.
     monkeypatch.setattr("tpengine.runs.memory_limit.available_bytes", lambda: 0)
     assert fitting_residency(config, Launch(0, 4, 0, 4), CPU) is Residency.STEP
+
+
+def shared_config(limit: int = 0) -> Config:
+    """Four ranks that share 8 experts."""
+    base = preset_config("tiny_moe")
+    parallel = replace(base.parallel, tp=1, pp=1, dp=4, ep=4, memory_limit=limit)
+    return validate(replace(base, parallel=parallel), 4)
+
+
+def test_a_plan_says_at_which_load_of_experts_it_fits() -> None:
+    config = shared_config()
+    layout = layout_of(config)
+    plan = training_plan(config, layout)
+
+    def peak(load: float) -> int:
+        return max(rank.peak for rank in memory_of(config, layout, plan, load=load))
+
+    assert most_load(config, layout, plan, 0) == most_load(config, layout, plan, peak(4.0)) == 4.0
+    found = most_load(config, layout, plan, peak(1.7))
+    assert 1.69 <= found <= 1.71 and peak(found) <= peak(1.7) < peak(found + 0.02)
+    even, uneven = (said_of_experts(config, layout, load)[0] for load in (4.0, found))
+    assert "is enough at every load" in even and f"is enough up to a load of {found:.2f} (rows of" in uneven
+    # What is refused at the start is refused at an even load, and says so.
+    with pytest.raises(ValueError, match="by the plan with experts used evenly rank 0 would hold"):
+        fitting_residency(shared_config(peak(1.0) - 1), Launch(0, 4, 0, 4), CPU)
+
+
+def test_a_run_with_biases_says_at_its_start_that_no_file_has_a_place_for_them() -> None:
+    base = preset_config("tiny_moe")
+    for balance, number in (("bias", 1), ("loss", 0)):
+        config = validate(replace(base, train=replace(base.train, balance=balance)), 1)  # type: ignore[arg-type]
+        said = said_of_experts(config, layout_of(config), 1.0)
+        assert len(said) == number and all("files of qwen3_moe have no place for the biases" in line for line in said)
+
+
+def test_a_run_that_goes_on_without_balance_bias_says_what_becomes_of_the_biases() -> None:
+    base = validate(preset_config("tiny_moe"), 1)
+    biased = validate(replace(base, train=replace(base.train, balance="bias")), 1)
+    kept = replace(biased, train=replace(biased.train, balance="loss"))
+    assert said_of_balance("bias", kept) == [
+        "routers' biases stay as they are: choices follow them, and no step moves them any more"
+    ]
+    assert not said_of_balance("bias", biased) and not said_of_balance("none", base) and not said_of_balance(None, kept)
