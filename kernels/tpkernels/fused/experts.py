@@ -201,7 +201,8 @@ def dispatch(x: Tensor, routes: Routes, comm: Communicator) -> Tensor:
             arena in which no column of all rows fits.
         CallMismatch, PeerError: over an arena, ranks make different calls; a peer did not take part.
 
-    Cost: dispatch_work. Through an arena t*D elements written, and R'*D read from their owners' memory.
+    Cost: dispatch_work. Through an arena t*D elements written, and R'*D read from their owners' memory; if R' is a
+        bound, zeros are written up to it.
     Numerics: none, rows are copied; backward adds in promote_types(dtype, float32). Order: returns when all ranks have
         published theirs. Source: Lepikhin et al., "GShard", arXiv 2006.16668; without capacity: Gale et al.,
         "MegaBlocks", arXiv 2211.15841.

@@ -157,7 +157,7 @@ def wanted(case: Case, device: str) -> tuple[Drawn, dict[str, Tensor], list[int]
 @contextlib.contextmanager
 def guarded() -> Iterator[list[str]]:
     """Make buffers of rows a part of larger ones, and list what has been written behind their end."""
-    launch, written = bounded_rows.launch_take, []
+    launch, written = vars(bounded_rows)["launch_take"], []
 
     def launch_guarded(rows: Tensor, *rest: Any) -> None:
         larger = rows.new_full((2 * len(rows) + 50, rows.shape[1]), float("nan"))
