@@ -4,6 +4,7 @@ launcher.py                      the ranks of a run, started on this host by one
 launch.py                        rank and number of processes, from the environment of torchrun or srun; the interface
                                  on which ranks of one host listen; no torch
 meeting.py                       how ranks meet before there is a process group
+hosts.py network.py              which rank is on which host, whether hosts go together; where gloo listens between them
 process.py                       device, backend, start and end of one process
 mesh.py                          the axes pp, dp, tp, ep and their groups; which groups exchange through shared memory
 agreement.py                     whether all ranks have built the same model; messages that are not tensors
