@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tpengine.checkpoint.resume import Checkpoint
     from tpengine.config import Config
     from tpengine.data import OpenedCorpus
+    from tpengine.distributed.hosts import Hosts
     from tpengine.distributed.launch import Launch
     from tpengine.distributed.meeting import Meeting
     from tpengine.observe.watch import Watch
@@ -182,9 +183,9 @@ def _run(given: _RunArguments) -> RunResult:
         if prepared is not None and activity.timeout_seconds:  # 0 is for ever
             # Until the first step: another host may still be reading its text.
             activity.timeout_seconds += max(corpus.reading_seconds for corpus in prepared.corpora)
-        meeting = meet(launch, mistake, watch)
+        meeting, hosts = meet(launch, mistake, watch)
         assert prepared is not None
-        result = _train(prepared, given, launch, meeting, watch)
+        result = _train(prepared, given, launch, meeting, hosts, watch)
     if isinstance(result, str):
         # All ranks know it. torchrun ends them all as soon as one has left, which must not be before rank 0 has spoken.
         seconds = 10.0 if "TORCHELASTIC_RUN_ID" in os.environ else _LISTENING_SECONDS
@@ -396,8 +397,8 @@ def _others_must_be_told(launch: Launch) -> bool:
     return launch.world_size > 1 and not (all_are_torchruns and launch.rank == 0)
 
 
-def meet(launch: Launch, mistake: str, watch: Watch) -> Meeting:
-    """Meet the other ranks, and end all if one has made a mistake."""
+def meet(launch: Launch, mistake: str, watch: Watch) -> tuple[Meeting, Hosts]:
+    """Meet the other ranks, and end all if one has made a mistake; return where they met, and their hosts."""
 
     def speak(line: str) -> None:
         say(line, prefix="error: ")
@@ -406,25 +407,45 @@ def meet(launch: Launch, mistake: str, watch: Watch) -> Meeting:
         speak(mistake)
     elif mistake:
         tell_torchrun(mistake)
+    from tpengine.distributed.hosts import Hosts
     from tpengine.distributed.meeting import Meeting
 
-    meeting = Meeting(launch, os.environ)
+    meeting, hosts = Meeting(launch, os.environ), Hosts()
     watch.activity.ranks = _Arriving(meeting)
     watch.activity.begin("meeting the other ranks")
     try:
         meeting.connect()
         all_go_on = launch.world_size == 1 or meeting.agree(mistake, speak)
+        if all_go_on:
+            watch.activity.begin("comparing the hosts")
+            hosts = _agreed_hosts(meeting, launch, speak)
     except ValueError:
         raise
     except Exception as error:
-        _report(error, watch)
+        _report(error, watch, hosts)
     if not all_go_on:
         raise SystemExit(USER_ERROR)
-    return meeting
+    return meeting, hosts
+
+
+def _agreed_hosts(meeting: Meeting, launch: Launch, speak: Callable[[str], None]) -> Hosts:
+    """Return the hosts of the run, or end all ranks if they do not go together."""
+    from tpengine.distributed.hosts import meet_hosts
+
+    hosts, mistake = meet_hosts(meeting, launch, os.environ, say)
+    if not hosts.names:
+        return hosts
+    if mistake and launch.rank == 0:
+        speak(mistake)
+    elif mistake:
+        tell_torchrun(mistake)
+    if not meeting.agree(mistake, speak, "whether the hosts go together"):
+        raise SystemExit(USER_ERROR)
+    return hosts
 
 
 def _train(
-    prepared: _Preparation, given: _RunArguments, launch: Launch, meeting: Meeting, watch: Watch
+    prepared: _Preparation, given: _RunArguments, launch: Launch, meeting: Meeting, hosts: Hosts, watch: Watch
 ) -> RunResult | str:
     """Train; return what has come of it, or what the user can mend and only training finds; on all ranks alike."""
     from tpengine.runs.job import Job
@@ -440,6 +461,7 @@ def _train(
         others = meeting, wings(limit), content, run_dir
         job = Job(
             *(config, corpora, launch, device, cores, residency, *others, *found),
+            hosts=hosts,
             objective=prepared.objective,
             optimizer=given.optimizer,
             callbacks=tuple(given.callbacks),
@@ -448,7 +470,7 @@ def _train(
     except RunError as error:
         return str(error)
     except Exception as error:
-        _report(error, watch)
+        _report(error, watch, hosts)
 
 
 def _content(corpora: Sequence[OpenedCorpus], launch: Launch, device: torch.device) -> ContentWatch:
@@ -460,14 +482,15 @@ def _content(corpora: Sequence[OpenedCorpus], launch: Launch, device: torch.devi
     return ContentChecks(texts, launch.rank, reads=launch.local_rank == 0, share=share)
 
 
-def _report(error: Exception, watch: Watch) -> NoReturn:
+def _report(error: Exception, watch: Watch, hosts: Hosts) -> NoReturn:
     """Say why this rank cannot go on, and leave."""
     from tpengine.distributed.process import lost_peer
 
     lost = lost_peer(error)
     if lost:
         time.sleep(_DYING_SECONDS)
-        watch.report_and_leave(lost)
+        host = hosts.lost(error, int(os.environ.get("RANK", "0")))
+        watch.report_and_leave(f"a connection to {host} closed" if host else lost)
     traceback.print_exc()
     watch.report_and_leave(repr(error.__cause__ or error))
 

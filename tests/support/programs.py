@@ -16,6 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from support.ranks.hosts import Host
 from support.ranks.preloaded import Program, preloaded
 from support.ranks.progress import LOOK_SECONDS, Progress, kill_family
 from support.ranks.rank_pool import environment_of_ranks
@@ -29,6 +30,7 @@ class Running:
 
     Args:
         output: where it writes its standard output, a pipe for instance; by default where `said` reads it.
+        host: where it runs; by default here.
 
     Attributes:
         pid: its process.
@@ -36,7 +38,13 @@ class Running:
     """
 
     def __init__(
-        self, module: str, *arguments: str, cwd: Path | None = None, output: Path | None = None, **variables: str
+        self,
+        module: str,
+        *arguments: str,
+        cwd: Path | None = None,
+        output: Path | None = None,
+        host: Host | None = None,
+        **variables: str,
     ) -> None:
         inherited = {key: value for key, value in os.environ.items() if key not in OF_LAUNCHERS}
         environment = {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
@@ -46,7 +54,8 @@ class Running:
             file.touch()
         self._output, self._errors = files
         to = str(output or self._output), str(self._errors)
-        program = Program(str(cwd or os.getcwd()), environment, module, arguments, *to)
+        namespaces = () if host is None else host.namespaces
+        program = Program(str(cwd or os.getcwd()), environment, module, arguments, *to, namespaces=namespaces)
         rank = int(variables.get("RANK") or variables.get("SLURM_PROCID") or 0)
         _, self._connection = preloaded(environment_of_ranks(), rank).fork(program)
         self.args = [module, *arguments]
@@ -119,7 +128,7 @@ def run_module(
     module: str, *arguments: str, cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m module arguments`."""
-    return finish_all(Running(module, *arguments, cwd=cwd, output=None, **variables))[0]
+    return finish_all(Running(module, *arguments, cwd=cwd, output=None, host=None, **variables))[0]
 
 
 def start_ranks(
@@ -135,7 +144,7 @@ def start_ranks(
     for rank in range(num_ranks):
         preloaded(environment_of_ranks(), rank)
     return [
-        Running(module, *arguments, cwd=cwd, output=None, **everywhere, RANK=str(rank), LOCAL_RANK=str(rank))
+        Running(module, *arguments, cwd=cwd, output=None, host=None, **everywhere, RANK=str(rank), LOCAL_RANK=str(rank))
         for rank in range(num_ranks)
     ]
 

@@ -4,6 +4,7 @@ launcher.py                      the ranks of a run, started on this host by one
 launch.py                        rank and number of processes, from the environment of torchrun or srun; the interface
                                  on which ranks of one host listen; no torch
 meeting.py                       how ranks meet before there is a process group
+hosts.py network.py              which rank is on which host, whether hosts go together; where gloo listens between them
 process.py                       device, backend, start and end of one process
 facts.py                         what of the ranks' hosts, GPUs and NCCL cannot work together; no torch
 groups.py                        process groups: split off NCCL's default group, or made by their members

@@ -9,6 +9,7 @@ time limit ends it with the names of the ranks that have not come.
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -54,6 +55,7 @@ class Meeting:
 
     Attributes:
         store: where the ranks meet, and which the process groups use too; opened by `connect`.
+        told_at: what rank 0's clock said when it answered the last `tell` that was given a clock.
     """
 
     store: Any
@@ -62,7 +64,8 @@ class Meeting:
         self._launch, self._clock = launch, clock
         self._keeps_store = launch.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._prefix = prefix_of_attempt(environ)
-        self._awaited = ""
+        self._awaited = self._about = ""
+        self.told_at = 0.0
 
     def explain(self, _: object) -> str:
         """Return which rank this one waits for, in words; any thread may call it."""
@@ -82,13 +85,14 @@ class Meeting:
             self._await_server()
         self.store = self._client(is_master=self._keeps_store)
 
-    def agree(self, mistake: str, speak: Callable[[str], None]) -> bool:
+    def agree(self, mistake: str, speak: Callable[[str], None], about: str = "") -> bool:
         """Report whether this rank can continue, and return whether all can; collective.
 
         Args:
             mistake: why this rank cannot continue; empty if it can. Rank 0 has already printed its own.
             speak: prints a line for the user. Rank 0 prints the others' mistakes before any of them leaves; a rank that
                 hears nothing from rank 0 for a while prints its own.
+            about: what is agreed on, another name each time.
 
         Returns:
             Whether all ranks continue.
@@ -97,7 +101,8 @@ class Meeting:
             ValueError: the store belongs to another run; that run does not notice this, unless it has as many ranks and
                 neither run has a name.
         """
-        rank, store = self._launch.rank, self.store
+        self._about = about
+        rank, store = self._launch.rank, self._about_store()
         is_said = False
         if rank != 0:
             is_said = self._hear("world_size", mistake, speak)
@@ -123,6 +128,45 @@ class Meeting:
         store.add("heard", 1)
         return not verdict
 
+    def tell(self, what: str, text: str, clock: Callable[[], float] | None = None) -> list[str]:
+        """Tell all ranks a text, and return what each has told, by rank; collective, with another name each time.
+
+        Args:
+            what: the texts' name, on all ranks alike.
+            text: this rank's.
+            clock: rank 0's is read when all texts have come, and what it says is `told_at` of all ranks.
+
+        Cost: each rank receives all texts from the store, once.
+        """
+        self._about = what
+        rank, store = self._launch.rank, self._about_store()
+        store.set(f"of/{rank}", text)
+        store.add("arrived", 1)
+        if rank == 0:
+            look_at = self._clock() + _LOOK_SECONDS
+            while store.add("arrived", 0) < self._launch.world_size:
+                if self._clock() > look_at:
+                    self._note_missing("of")
+                    look_at = self._clock() + _LOOK_SECONDS
+                time.sleep(_POLL_SECONDS)
+            self._awaited = ""
+            texts = [store.get(f"of/{other}").decode() for other in range(self._launch.world_size)]
+            store.set("all", json.dumps([texts, clock() if clock else 0.0]))
+        else:
+            self._hear("all", "", lambda _: None)
+        answer: tuple[list[str], float] = tuple(json.loads(store.get("all")))
+        found, self.told_at = answer
+        return found
+
+    def _about_store(self) -> Any:
+        """Return the store, with the names of what is being agreed on."""
+        return dist.PrefixStore(self._about, self.store) if self._about else self.store  # type: ignore[attr-defined]
+
+    def _note_missing(self, name: str) -> None:
+        """Note which ranks have not written under a name."""
+        store, ranks = self._about_store(), range(self._launch.world_size)
+        self._awaited = named([rank for rank in ranks if not store.check([f"{name}/{rank}"])])
+
     def another_client(self) -> Any:
         """Return another connection to the same store, for a thread that must not wait for other threads' calls."""
         return self._client(is_master=False)
@@ -132,7 +176,8 @@ class Meeting:
         self._awaited = "rank 0"
         silent_until = self._clock() + _SILENCE_SECONDS
         has_spoken = False
-        while not self.store.check([name]):
+        store = self._about_store()
+        while not store.check([name]):
             time.sleep(_POLL_SECONDS)
             if mistake and not has_spoken and self._clock() > silent_until:
                 speak(mistake)
@@ -146,7 +191,8 @@ class Meeting:
         Raises:
             ValueError: the store's run has another number of ranks, or another name.
         """
-        size, run = int(self.store.get("world_size")), self.store.get("run").decode()
+        store = self._about_store()
+        size, run = int(store.get("world_size")), store.get("run").decode()
         if size != self._launch.world_size:
             raise ValueError(self._another_run(f"it has {size} ranks, this one {self._launch.world_size}"))
         if run and self._launch.run and run != self._launch.run:
@@ -194,13 +240,13 @@ class Meeting:
 
     def _gather(self) -> str:
         """Wait for all ranks, or for one that cannot continue; return the mistakes in one line, empty if none."""
-        store, world_size = self.store, self._launch.world_size
+        store, world_size = self._about_store(), self._launch.world_size
         leave_at, look_at = float("inf"), self._clock() + _LOOK_SECONDS
         while store.add("arrived", 0) < world_size and self._clock() < leave_at:
             if leave_at == float("inf") and store.add("mistakes", 0):
                 leave_at = self._clock() + _GRACE_SECONDS
             if self._clock() > look_at:
-                self._awaited = _named([rank for rank in range(world_size) if not store.check([f"mistake/{rank}"])])
+                self._note_missing("mistake")
                 look_at = self._clock() + _LOOK_SECONDS
             time.sleep(_POLL_SECONDS)
         self._awaited = ""
@@ -211,16 +257,17 @@ class Meeting:
             said = store.get(f"mistake/{rank}") if store.check([f"mistake/{rank}"]) else b""
             if said:
                 ranks_of.setdefault(one_line(said.decode("utf-8", "replace")), []).append(rank)
-        return "; ".join(f"{_named(ranks)}: {text}" for text, ranks in ranks_of.items())
+        return "; ".join(f"{named(ranks)}: {text}" for text, ranks in ranks_of.items())
 
     def _wait_until_heard(self) -> None:
         """Wait until the others have heard: the store goes with this process, or with its node's torchrun."""
-        end = self._clock() + _FAREWELL_SECONDS
-        while self.store.add("heard", 0) < self._launch.world_size - 1 and self._clock() < end:
+        end, store = self._clock() + _FAREWELL_SECONDS, self._about_store()
+        while store.add("heard", 0) < self._launch.world_size - 1 and self._clock() < end:
             time.sleep(_POLL_SECONDS)
 
 
-def _named(ranks: list[int]) -> str:
+def named(ranks: list[int]) -> str:
+    """Return "rank 3", "ranks 2, 3" or "ranks 0, 1, ... and 5 more"."""
     some = ", ".join(map(str, ranks[:_NUM_NAMED]))
     more = f" and {len(ranks) - _NUM_NAMED} more" if len(ranks) > _NUM_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {some}{more}"

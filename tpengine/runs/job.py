@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -12,6 +12,7 @@ import torch
 
 from tpengine.checkpoint.resume import Checkpoint
 from tpengine.config import Config, ModelConfig
+from tpengine.distributed.hosts import Hosts
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.meeting import Meeting
 from tpengine.layout.step_plan import Layout
@@ -79,6 +80,7 @@ class Job:
         objective: the user's own loss and metrics; None for the next token's.
         optimizer: the user's own optimizer; None for what the configuration says.
         callbacks: the user's own, the same on all ranks.
+        hosts: which rank is on which host.
     """
 
     config: Config
@@ -96,6 +98,7 @@ class Job:
     objective: Objective | None = None
     optimizer: UpdateRule | None = None
     callbacks: tuple[Callback, ...] = ()
+    hosts: Hosts = field(default_factory=Hosts)
 
 
 @dataclass(frozen=True)

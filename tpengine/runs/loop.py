@@ -169,7 +169,7 @@ def _ranks_of(job: Job, state: TrainState, run_dir: Path) -> AwaitedRanks:
     peers = Peers(job.device)
     if job.run_dir is not None:
         forget_last_words(job.run_dir)
-    return AwaitedRanks(state, peers, run_dir if run_dir.is_dir() else None)
+    return AwaitedRanks(state, peers, run_dir if run_dir.is_dir() else None, job.hosts)
 
 
 def _loop(run: _Run) -> tuple[RunResult, Uploads | None]:

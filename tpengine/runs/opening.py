@@ -143,7 +143,7 @@ def _say_what_will_happen(
     checkpoint: Checkpoint | None,
 ) -> None:
     config, device = state.part.config, state.rank.device
-    exchange = state.rank.comms.describe(state.rank.mailbox)
+    exchange = "; ".join(filter(None, (state.rank.comms.describe(state.rank.mailbox), job.hosts.words())))
     attention = attention_taken(planned.config, device)
     layout, plan = state.part.layout, state.part.plan
     by_plan = job.wings.bytes_per_rank(config, layout), job.wings.memory_of(config, layout, plan, device.type)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from tpkernels.symmetric.processes import host_identity, lives
 
+from tpengine.distributed.hosts import Hosts
 from tpengine.distributed.process import link_device
 from tpengine.last_words import LastWords
 from tpengine.observe.activity import Doing, OtherRanks
@@ -54,10 +55,11 @@ class AwaitedRanks(OtherRanks):
         state: has the plan, in its phase, and the mesh.
         peers: the processes of all ranks.
         run_dir: the directory that takes a rank's last words; None where this host does not see it.
+        hosts: which rank is on which host; those of other hosts are named with them.
     """
 
-    def __init__(self, state: TrainState, peers: Peers, run_dir: Path | None) -> None:
-        self._state, self._peers, self._run_dir = state, peers, run_dir
+    def __init__(self, state: TrainState, peers: Peers, run_dir: Path | None, hosts: Hosts | None = None) -> None:
+        self._state, self._peers, self._run_dir, self._hosts = state, peers, run_dir, hosts or Hosts()
 
     def waits(self, what: object) -> bool:
         """See OtherRanks."""
@@ -79,7 +81,10 @@ class AwaitedRanks(OtherRanks):
         axes_of: dict[tuple[int, ...], list[str]] = {}
         for axis, ranks in by_axis.items():
             axes_of.setdefault(tuple(ranks), []).append(axis)
-        parts = [f"{_ranks(ranks)} ({', '.join(axes)})" for ranks, axes in axes_of.items()]
+        own = dist.get_rank()
+        parts = [
+            f"{_ranks(ranks)} ({', '.join(axes)}){self._hosts.where(ranks, own)}" for ranks, axes in axes_of.items()
+        ]
         gone = self._gone(by_axis)
         ending = f"; {_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone" if gone else ""
         return f", waiting for {' and '.join(parts)}{ending}"
@@ -99,8 +104,11 @@ class AwaitedRanks(OtherRanks):
             return
         by_axis = awaited(self._state, doing.what)
         computes = isinstance(doing.what, Action) and doing.what.kind in COMPUTE
-        if computes and polls_no_peer and self._state.rank.comms.tp.arena is not None:
-            by_axis = {}
+        if computes and polls_no_peer:
+            comms = self._state.rank.comms
+            for axis, comm in (("tp", comms.tp), ("ep", comms.ep)):
+                if comm is not None and comm.arena is not None:
+                    by_axis.pop(axis, None)
         step = self._state.rank.activity.step
         LastWords(
             rank=dist.get_rank(),
@@ -126,7 +134,7 @@ def awaited(state: TrainState, what: object) -> dict[str, list[int]]:
         return _others({"all": range(mesh.shape.world_size)})
     if what.kind in COMPUTE:
         sharing = {} if mesh.ep is None else {"ep": _members(mesh.ep)}
-        return _others({"tp": _members(mesh.tp), **sharing})
+        return _others({"tp": _members(mesh.tp), **sharing, **_summed_within(state, what)})
     if what.kind is Kind.CLIP:
         # The last stage also sums the losses over the replicas; where these own slices, or hold other experts, all sum
         # their squares.
@@ -140,6 +148,14 @@ def awaited(state: TrainState, what: object) -> dict[str, list[int]]:
         for axis, members in _of_started(state, sub).items():
             ranks.setdefault(axis, []).extend(members)
     return _others(ranks)
+
+
+def _summed_within(state: TrainState, what: Action) -> dict[str, list[int]]:
+    """Return the ranks of sums that a computation starts and ends: exact mode's, where no memory is shared."""
+    if state.part.config.train.reduction != "exact":
+        return {}
+    summed = [sub for sub in what.posts if sub.kind is Kind.REDUCE and state.buckets[sub.index or 0].comm.arena is None]
+    return {axis: members for sub in summed for axis, members in _of_started(state, sub).items()}
 
 
 def _of_started(state: TrainState, started: Action) -> dict[str, list[int]]:

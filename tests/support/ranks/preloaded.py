@@ -28,11 +28,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
+
+from support.ranks.hosts import enter
 
 Variables = tuple[tuple[str, str], ...]
 
@@ -136,18 +138,23 @@ class Program(Guarded):
 
     Attributes:
         output, errors: files to which it writes its standard output and error.
+        namespaces: of a host on which it runs (hosts.py); none for this one.
     """
 
     module: str
     arguments: tuple[str, ...]
     output: str
     errors: str
+    namespaces: tuple[str, ...] = field(default=(), kw_only=True)
 
     def become(self) -> None:
         """Run it to its end; raises what it raises, but SystemExit.
 
         As in children of multiprocessing, no module is torn down: that would copy all memory, for half a second.
         """
+        if self.namespaces:
+            enter(self.namespaces)
+            os.chdir(self.directory)
         for number, path, flags in (
             (0, os.devnull, os.O_RDONLY),
             (1, self.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
