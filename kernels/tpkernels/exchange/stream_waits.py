@@ -46,8 +46,8 @@ _WORD_BYTES = 4
 _LOOKS_PER_LIMIT, _MOST_SECONDS, _LEAST_SECONDS = 8, 0.25, 1e-3
 # More calls than a host is ahead of its device.
 _MOST_CALLS = 4096
-# No other stream of this process has it; -1 is the copy stream's.
-_PRIORITY = -3
+# No other stream of this process has it: -1 is the copy stream's, -3 of NCCL's where they are asked to be urgent.
+_PRIORITY = -2
 
 
 class Watched(Protocol):
