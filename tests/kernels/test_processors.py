@@ -192,7 +192,7 @@ def test_a_budget_that_is_overdrawn_is_found(monkeypatch: pytest.MonkeyPatch, co
         "one processor, whatever is reserved": (processors, "left_free", lambda reserved, *, beside_copies: 1),
         "none for copies": (processors, "left_free", lambda reserved, *, beside_copies: reserved),
         "two programs on a processor": (processors, "programs_together", lambda reserved, fitting: fitting),
-        "all that fetch wait": (gather, "launch_wait", lambda *_: None),
+        "all that fetch wait": (gather, "wait_for", lambda *_: True),
     }
     found = 0
     for module, name, other in mutants.values():

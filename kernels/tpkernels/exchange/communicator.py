@@ -13,7 +13,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from tpkernels.exchange.collectives import Collectives
 from tpkernels.exchange.device_arena import DeviceArena, model_of
 from tpkernels.exchange.pending import Done, Work
 from tpkernels.exchange.strategies import checked
+from tpkernels.exchange.stream_waits import Waits
 from tpkernels.exchange.tree import tree_sum
 from tpkernels.launch import INTERPRETED
 from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
@@ -80,10 +81,12 @@ class Communicator:
             sum over all groups that may have an operation under way (NCCL: of their max_ctas). Fused kernels leave them
             free, and our products on that device, also those that exchange nothing, then leave it to the hardware which
             processor computes a tile (processors.py). 0: nothing else communicates.
+        waits: how the copy stream of fused gathers waits for peers: "kernels", or "streams", by memory operations that
+            hold no processor, if all devices have them (exchange/stream_waits.py). That has not run on a GPU yet.
 
     Raises:
-        ValueError: arena_bytes is not a legal number of bytes, or not the same on all ranks; an unknown strategy;
-            reserved_processors is negative, differs between ranks with an arena for kernels, or leaves none.
+        ValueError: arena_bytes is not a legal number of bytes, or not the same on all ranks; an unknown strategy
+            or waits; reserved_processors is negative, differs between ranks with an arena for kernels, or leaves none.
 
     Attributes:
         rank, size: this rank's place in the group and the number of ranks.
@@ -111,8 +114,11 @@ class Communicator:
         strategy: str = "auto",
         timeout_seconds: float = 300.0,
         reserved_processors: int = 0,
+        waits: Waits = "kernels",
     ) -> None:
         self.group, self.strategy = group, checked(strategy)
+        if waits not in get_args(Waits):
+            raise ValueError(f"waits must be kernels or streams: got {waits!r}: use kernels")
         if arena_bytes != 0:
             check_num_bytes("arena_bytes, or 0 for no arena,", arena_bytes)
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -139,6 +145,7 @@ class Communicator:
                         device,
                         timeout_seconds=timeout_seconds,
                         reserved_processors=reserved_processors,
+                        waits=waits,
                     )
                     if self.rank == 0 and strategy == "auto" and self.device_arena.rates is None:
                         _say_that_nothing_is_chosen(model_of(device))

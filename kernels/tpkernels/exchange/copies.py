@@ -1,8 +1,9 @@
 """Copy engines: fetch the peers' blocks while a kernel computes, and raise a flag after each split.
 
 `StreamCopies` is the copy engine of a GPU. On a stream of its own it waits for a peer's shard (one program of
-wait_kernels.wait_kernel), copies it by cudaMemcpy, and raises its flag by copying the epoch, which lies in device
-memory, into the flag. So no processor of the GPU moves data, and everything can be captured in a CUDA graph.
+wait_kernels.wait_kernel, or memory operations: stream_waits.py), copies it by cudaMemcpy, and raises its flag by
+copying the epoch, which lies in device memory, into the flag. So no processor of the GPU moves data, and everything can
+be captured in a CUDA graph.
 `HostCopies` is a thread that does the same for interpreted kernels.
 
 Each copy, and each wait, costs the host about as much as a launch. So small shards are fetched by one kernel on the
@@ -25,6 +26,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tpkernels.exchange.stream_waits import StreamWaits
 from tpkernels.symmetric.signals import reached, wrapped
 from tpkernels.symmetric.signals_kernel import LINE_WORDS, MISMATCH, POISON, PUBLISHED, TIMED_OUT, VERDICT_WORDS
 from tpkernels.symmetric.wait_kernels import ControlArea, launch_wait
@@ -61,11 +63,17 @@ class CopiedArea(ControlArea, Protocol):
     @property
     def clock(self) -> Callable[[], float]: ...
 
+    @property
+    def stream_waits(self) -> StreamWaits | None: ...
+
     def control_of(self, rank: int) -> Tensor: ...
 
     def word(self, index: int) -> Tensor: ...
 
     def epoch_of(self, generation: int) -> Tensor: ...
+
+    def epoch_by_host(self) -> int | None:
+        """Return the newest call's epoch; None where only the device knows it."""
 
 
 class Copies(Protocol):
@@ -107,13 +115,19 @@ class StreamCopies:
         self._under_way += fetches
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
+            are_compared = True
             for fetch in fetches:
                 if fetch.peer != arena.rank:
-                    launch_wait(arena, fetch.peer, 1, generation, call)
+                    are_compared &= wait_for(arena, fetch.peer, 1, generation, call)
                 for copy in fetch.copies:
-                    copy.target.copy_(copy.source, non_blocking=True)
+                    self._copy(copy.target, copy.source)
                     if copy.line is not None:
-                        arena.word(copy.line * LINE_WORDS).copy_(arena.epoch_of(generation), non_blocking=True)
+                        self._copy(arena.word(copy.line * LINE_WORDS), arena.epoch_of(generation))
+            if not are_compared:
+                launch_wait(arena, (arena.rank + 1) % arena.world, arena.world - 1, generation, call)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
 
     def launch(self, kernel: Callable[[], None], target: Tensor) -> None:
         self._under_way.append(target)
@@ -130,6 +144,21 @@ class StreamCopies:
     def reset(self) -> None:
         self._stream.synchronize()
         self._under_way.clear()
+
+
+def wait_for(arena: CopiedArea, first: int, count: int, generation: int, call: int) -> bool:
+    """Let the current stream wait until `count` ranks from `first` on have published in the newest call.
+
+    Returns:
+        Whether the numbers of their calls are compared too. If not, a kernel behind it must do so.
+    """
+    epoch = arena.epoch_by_host()
+    if arena.stream_waits is None or epoch is None:
+        launch_wait(arena, first, count, generation, call)
+        return True
+    peers = [(first + i) % arena.world for i in range(count)]
+    arena.stream_waits.wait(torch.cuda.current_stream(arena.control.device).cuda_stream, peers, epoch, call)
+    return False
 
 
 class HostCopies:

@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.exchange.arena import CallMismatch, round_to_pages
 from tpkernels.exchange.copies import Copies, HostCopies, StreamCopies, give_up
+from tpkernels.exchange.stream_waits import StreamWaits, Waits, open_stream_waits
 from tpkernels.launch import Launches, num_processors, signed
 from tpkernels.processors import Budget
 from tpkernels.symmetric.cuda_memory import CudaMemory, host_record
@@ -40,7 +41,7 @@ from tpkernels.symmetric.memory import (
     exchange,
 )
 from tpkernels.symmetric.processes import close_to_children
-from tpkernels.symmetric.signals import GroupPoisoned, PeerTimeout
+from tpkernels.symmetric.signals import GroupPoisoned, PeerTimeout, wrapped
 from tpkernels.symmetric.signals_kernel import (
     ARRIVED,
     EPOCH,
@@ -113,6 +114,7 @@ class DeviceArena:
         calls_since_gather: how many calls have begun since a gather that is not finished; None if there is none.
         gather_call: number of that gather; 0 if there is none.
         launches: those of the fused kernels, to be made again.
+        stream_waits: by which the copy stream waits; None if kernels wait. Set it before the first call.
         generation_bytes, memory, copies, name, rates, reserved_processors: as given.
 
     Make one with `DeviceArena.open`.
@@ -151,6 +153,9 @@ class DeviceArena:
         self.control = self.control_of(self.rank)
         self.device = self.control.device
         self._stream: torch.cuda.Stream | None = None
+        self.stream_waits: StreamWaits | None = None
+        # None once a call was captured: replays count without the host.
+        self._epoch_by_host: int | None = wrapped(first_epoch)
         self.address = memory.addresses[self.rank]
         self.epoch = self.word(STATE * LINE_WORDS + EPOCH)
         self.timeout_seconds = timeout_seconds
@@ -168,6 +173,7 @@ class DeviceArena:
         timeout_seconds: float = 300.0,
         first_epoch: int = 0,
         reserved_processors: int = 0,
+        waits: Waits = "kernels",
     ) -> DeviceArena:
         """Make the arena of a group; collective, once, before anything is exchanged.
 
@@ -178,11 +184,13 @@ class DeviceArena:
             timeout_seconds: how long a kernel waits for a peer.
             first_epoch: for tests near the largest epoch.
             reserved_processors: what other communication may hold at once of each rank's GPU (processors.py).
+            waits: how the copy stream waits for peers; "streams": by memory operations, if all devices have them
+                (stream_waits.py). The first rank prints which, if it is asked for.
 
         Raises:
             MemoryRefused: on all ranks alike; see CudaMemory.allocate and HostMemory.allocate.
             ValueError: num_bytes is not a legal number of bytes. On all ranks alike: reserved_processors differ between
-                ranks, are negative, or leave no processor of a rank's GPU.
+                ranks, are negative, or leave no processor of a rank's GPU; waits differ between ranks.
         """
         check_num_bytes("an arena's size", num_bytes)
         generation_bytes = round_to_pages(-(-num_bytes // NUM_GENERATIONS))
@@ -196,7 +204,9 @@ class DeviceArena:
             memory, record = CudaMemory.allocate(group, total, device), host_record()
             copies = StreamCopies(memory.device)
         budget = Budget(num_processors(torch.empty(0, device=device)), reserved_processors)
-        check_budgets([Budget(*numbers) for numbers in exchange(group, budget, device_for_numbers(group))])
+        asked = exchange(group, [*budget, waits == "streams"], device_for_numbers(group))
+        check_budgets([Budget(*numbers[:2]) for numbers in asked])
+        check_waits([bool(numbers[2]) for numbers in asked])
         members = dist.get_process_group_ranks(group)
         models = list(RATES.values())
         rates = rates_of(model_of(device))
@@ -214,8 +224,18 @@ class DeviceArena:
             first_epoch,
             reserved_processors,
         )
+        arena.stream_waits = open_stream_waits(group, waits, arena, record, device)
         arena._settle(group)
         return arena
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Return where each rank's control area begins, as seen from here."""
+        return self.memory.addresses
+
+    def epoch_by_host(self) -> int | None:
+        """Return the newest call's epoch as the host has counted it; None if it cannot: a call was captured."""
+        return self._epoch_by_host
 
     def control_of(self, rank: int) -> Tensor:
         """Return a rank's control area, int32."""
@@ -264,6 +284,9 @@ class DeviceArena:
         """
         self.check()
         self.follow()
+        if self.stream_waits is not None and self._epoch_by_host is not None:
+            is_captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            self._epoch_by_host = None if is_captured else wrapped(self._epoch_by_host + 1)
         self.generation = (self.generation + 1) % NUM_GENERATIONS
         sizes = operation, kind, num_rows, columns, dtype, first
         number = self._numbers.get(sizes)
@@ -366,6 +389,9 @@ class DeviceArena:
         """
         # No rank's kernels or copies may still run; then clear, and let no rank begin before all have cleared.
         self.copies.reset()
+        if self.stream_waits is not None:
+            self.stream_waits.reset()
+        self._epoch_by_host = None if self._epoch_by_host is None else 0
         self._settle(group)
         self.control.zero_()
         self._record.zero_()
@@ -410,6 +436,13 @@ def check_budgets(everyone: Sequence[Budget]) -> None:
     for budget in everyone:
         if problem := budget.problem():
             raise ValueError(problem)
+
+
+def check_waits(by_streams: Sequence[bool]) -> None:
+    """Raise ValueError if some ranks ask for waits by streams and others do not."""
+    if len(set(by_streams)) > 1:
+        asked = ["streams" if one else "kernels" for one in by_streams]
+        raise ValueError(f"all ranks of a group must wait alike: got waits {asked} by rank: pass the same on all")
 
 
 def model_of(device: torch.device) -> str:

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.copies import CopiedArea, Fetch, StreamCopies
 from tpkernels.exchange.device_arena import DeviceArena
+from tpkernels.exchange.stream_waits import Waits
 
 from support.kernels.precision import unwritten_is_nan
 from support.ranks.arena_ranks import PATIENT_SECONDS, Case, Inputs, expected, inputs_of, results
@@ -69,6 +70,7 @@ def hostile(
     group: ProcessGroup | None = None,
     timeout_seconds: float = PATIENT_SECONDS,
     first_epoch: int = 0,
+    waits: Waits = "kernels",
 ) -> Communicator:
     """A communicator whose fused operators take their kernels, over a hostile device arena of this device."""
     group = dist.group.WORLD if group is None else group
@@ -77,7 +79,7 @@ def hostile(
         return kernel_communicator(group, strategy, arena_bytes, seed, **times)  # type: ignore[arg-type]
     comm = Communicator(group, strategy=strategy)
     place = torch.device(device, 0)
-    arena = DeviceArena.open(group, arena_bytes, place, **times)  # type: ignore[arg-type]
+    arena = DeviceArena.open(group, arena_bytes, place, waits=waits, **times)  # type: ignore[arg-type]
     generator = random.Random(1000 * seed + comm.rank)
     arena.__class__ = LateArena
     assert isinstance(arena, LateArena)
