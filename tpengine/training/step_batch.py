@@ -75,8 +75,8 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """What a rank needs of a step, on the host, and its report."""
+class _Reported:
+    """What a rank needs of a step, on the host, and what it reports on it."""
 
     given: MicroBatches
     report: Report
@@ -271,7 +271,7 @@ class BatchReader:
         self._ahead, self._columns = ReadAhead(samples, self._reads), samples.columns
         self._taken: tuple[int, StepSamples] | None = None
         # The next step, as it seems: what this rank has reported of it, and what all have.
-        self._prepared: tuple[_Place, _Prepared] | None = None
+        self._prepared: tuple[_Place, _Reported] | None = None
         self._heard: tuple[_Place, Tensor] | None = None
         self.seconds = 0.0
 
@@ -347,7 +347,7 @@ class BatchReader:
         """Return what is known of a step, if it still begins where it seemed to."""
         return what[1] if what is not None and what[0] == _Place(step, self._position(step)) else None
 
-    def _prepare(self, found: StepSamples) -> _Prepared:
+    def _prepare(self, found: StepSamples) -> _Reported:
         """Make micro-batches of samples, and count what the loss is divided by."""
         train = self._train
         size, seq_len, error = train.micro_batch_size, train.seq_len, found.error
@@ -373,7 +373,7 @@ class BatchReader:
                 mine = mine._replace(counted=math.fsum(counts))
             except ObjectiveError as problem:
                 error, mine = str(problem), Report(_UNREADABLE)
-        return _Prepared(given, mine, error, counts)
+        return _Reported(given, mine, error, counts)
 
     def close(self) -> None:
         """End the thread that reads ahead."""

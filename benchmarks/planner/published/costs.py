@@ -11,6 +11,7 @@ whose s b h (10 + 24/t + 5 a s / (h t)) and s b h / t (34 + 5 a s / h) these sum
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tpkernels.work import Work
@@ -67,6 +68,14 @@ class EngineCosts(StepCosts):
         """Return what F, B, I and W of each chunk take."""
         seconds = engine_seconds(self.config, self.layout, self.plan, self.machine, self.engine)
         return {key: of.total for key, of in seconds.items()}
+
+    def group_processors(self) -> Mapping[str, int]:
+        """Return none: other engines leave NCCL its choice."""
+        return {}
+
+    def communicator_bytes(self) -> int:
+        """Return nothing: published figures of memory are torch's allocator's."""
+        return 0
 
     def activation_bytes(self) -> dict[int, ChunkBytes]:
         """Return what a micro-batch holds, by chunk."""

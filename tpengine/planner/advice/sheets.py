@@ -15,6 +15,7 @@ from functools import cached_property
 
 from tpengine.architectures.part import MASK, Kept, Sizes
 from tpengine.config import Config, optimizer_kind, validate
+from tpengine.distributed.nccl_limits import CONNECTION_BYTES
 from tpengine.dtypes import dtype_bytes
 from tpengine.layout.flops import step_flops
 from tpengine.layout.state_bytes import num_trained, num_weights, state_bytes
@@ -243,6 +244,10 @@ def memory_lines(sheet: Sheet) -> Iterator[str]:
         ):
             if num_bytes:
                 yield _line(name, "the most at once", num_bytes)
+        if memory.communicators:
+            # NCCL's own buffers: of each group processors, for each neighbour in its ring and trees (nccl_limits.py).
+            formula = f"estimate: processors x neighbours of groups x {CONNECTION_BYTES:,}"
+            yield _line("NCCL's buffers", formula, memory.communicators)
         held = f"at {memory.compute_action}: what is held then; a kind may peak elsewhere"
         yield _line("peak", held, memory.peak)
     yield from _block_lines(sheet)

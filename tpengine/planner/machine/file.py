@@ -8,6 +8,7 @@ memory_bytes_per_s = 1e10
 ...                                     every field of Machine
 chip_spread = 0.015                     may be left out, as attention_gradient, and as cold_share: by the bytes that a
 cold_share = [[1e6, 0.05], [6e7, 1.0]]  rank touches between two uses of a tensor, what is left of memory's cost
+nccl_bytes_per_s_per_processor = 1.5e10  may be left out: then few processors for NCCL cost no bandwidth
 matmul = [[1e6, 0.3], [1e9, 0.95]]      a curve: [size, share of the peak]
 [flops_per_s]
 float32 = 1.5e11
@@ -142,6 +143,7 @@ _MOST = sys.float_info.max
 _MAY_BE_ZERO = (
     *("kernel_s", "host_s_per_operator", "host_s_per_action", "latency_s"),
     *("memory_bytes", "num_nodes", "num_processors", "reduce_share", "chip_spread"),
+    "nccl_bytes_per_s_per_processor",
 )
 
 

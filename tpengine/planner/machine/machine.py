@@ -48,6 +48,15 @@ class Link:
     measured: Mapping[int, Curve] = field(default_factory=dict)
     fused: Mapping[int, Curve] = field(default_factory=dict)
 
+    def limited(self, bytes_per_s: float) -> Link:
+        """Return the link as ranks find it that have processors for so many bytes per second."""
+        measured = {
+            num_ranks: Curve(tuple((size, min(rate, bytes_per_s)) for size, rate in curve.points))
+            for num_ranks, curve in self.measured.items()
+        }
+        slower = {name: min(getattr(self, name), bytes_per_s) for name in ("bytes_per_s", "ring_bytes_per_s")}
+        return replace(self, measured=measured, **slower)
+
     def message_seconds(self, num_bytes: float) -> float:
         """Return how long one message takes."""
         return self.latency_s + num_bytes / self.bytes_per_s
@@ -175,6 +184,8 @@ class Machine:
         chip_spread: standard deviation of what chips of this kind take for the same products, as a share.
         reduce_share: of a gather or a reduction over replicas, what the rank cannot compute meanwhile: 1 where one core
             does both.
+        nccl_bytes_per_s_per_processor: what one processor moves for NCCL, where few are all that a group may have
+            (distributed/nccl_limits.py); 0 where that limits nothing.
         recorded: what the actions of a recorded run took, over what these rates say, by their kind (plan.Kind, as
             text); 1 where it is not said.
     """
@@ -204,6 +215,7 @@ class Machine:
     chip_spread: float = 0.0
     attention_gradient: float = 1.0
     reduce_share: float = 0.0
+    nccl_bytes_per_s_per_processor: float = 0.0
     recorded: Mapping[str, float] = field(default_factory=dict)
 
     def touching(self, num_bytes: float) -> Machine:
@@ -333,6 +345,11 @@ class Machine:
         # One of the steps past a node's members leads out of it.
         latency = self.within.latency_s + max(0.0, self.between.latency_s - self.within.latency_s) / members
         return replace(self.between, ring_bytes_per_s=ring, latency_s=latency)
+
+    def by_processors(self, link: Link, processors: int) -> Link:
+        """Return a link as a group finds it for which NCCL may take so many processors; 0 for as many as it wants."""
+        limit = processors * self.nccl_bytes_per_s_per_processor
+        return link.limited(limit) if limit else link
 
     def _curve(self, dtype: str, name: str) -> Curve | None:
         return self.measured[dtype].operators.get(name) if dtype in self.measured else None

@@ -18,8 +18,10 @@ from tpkernels.work import Work
 from tpengine.architectures.part import Packed
 from tpengine.architectures.registry import layers_are_alike
 from tpengine.config import Config, num_shards_of
+from tpengine.distributed.nccl_limits import buffer_bytes, processors_of_groups
 from tpengine.dtypes import dtype_bytes
 from tpengine.layout.groups import frozen_of
+from tpengine.layout.parameters import kv_replicas
 from tpengine.layout.slices import slice_numel
 from tpengine.layout.state_bytes import num_trained, num_weights, state_bytes
 from tpengine.layout.step_plan import Layout, counts_bytes, gradient_bytes, num_summed
@@ -205,8 +207,8 @@ class StepCosts:
         return Costs(
             compute=self.compute_seconds(),
             latency=machine.within.latency_s,
-            bytes_per_time=machine.within.bytes_per_s,
-            links=_links_between_nodes(layout, plan, machine),
+            bytes_per_time=self._of_group(machine.within, "pp").bytes_per_s,
+            links=_links_between_nodes(layout, plan, machine, self._of_group(machine.between, "pp")),
             reductions={b.index: self.reduction_seconds(b) for b in plan.buckets if b.reduced is not Reduced.NEVER}
             | {counts.index: self._counts_seconds(counts) for counts in plan.counts},
             gathers={
@@ -220,7 +222,8 @@ class StepCosts:
             step=self._step_seconds(numel),
             activations=self.activation_bytes(),
             resident=tuple(
-                float(held + prepared_bytes(config, layout, rank, machine)) for rank, (_, held) in enumerate(per_rank)
+                float(held + prepared_bytes(config, layout, rank, machine) + self.communicator_bytes())
+                for rank, (_, held) in enumerate(per_rank)
             ),
             weights={b.index: float(sizes[b.index] * self.item) for b in shared if b.weights is Weights.SLICED},
             contributions={
@@ -240,6 +243,20 @@ class StepCosts:
     def bytes_per_rank(self) -> list[tuple[int, int]]:
         """Return (weights, bytes) by pipeline rank, as the function of that name."""
         return bytes_per_rank(self.config, self.layout)
+
+    def group_processors(self) -> Mapping[str, int]:
+        """Return how many processors NCCL may take for a group; none are named where it takes what it wants."""
+        layout, machine = self.layout, self.machine
+        across = not machine.fits_a_node(layout.dp, layout.tp)
+        return processors_of_groups(layout, kv_replicas(self.config.model, layout.tp), spans_hosts=across)
+
+    def communicator_bytes(self) -> int:
+        """Return what communicators hold, an estimate."""
+        return communicator_bytes(self.config, self.layout, self.machine)
+
+    def _of_group(self, link: Link, group: str) -> Link:
+        """Return a link as a group finds it, with the processors that it may take."""
+        return self.machine.by_processors(link, self.group_processors().get(group, 0))
 
     def reduction_seconds(self, bucket: Bucket) -> float:
         """Return how long replicas sum a bucket's gradients: each its slice with ZeRO, else the whole."""
@@ -266,7 +283,8 @@ class StepCosts:
         layout, replicas = self.layout, self._replicas(bucket)
         stride = layout.tp * layout.dp // replicas
         first = _firsts(layout, _stage_of(bucket, self.plan)).start
-        return self.machine.link(replicas, stride, range(first, first + stride))
+        link = self.machine.link(replicas, stride, range(first, first + stride))
+        return self._of_group(link, "dp" if stride == layout.tp else "edp")
 
     def whole_reduction_seconds(self, bucket: Bucket) -> float:
         """Return how long ranks sum a bucket's gradients whole."""
@@ -274,7 +292,7 @@ class StepCosts:
         num_ranks = num_summed(layout, of, self.config.model)
         # Ranks that hold the same weight whole are next to each other.
         beside = self.machine.link(num_ranks, 1, _firsts(layout, _stage_of(bucket, self.plan))[:1])
-        link = self._link(bucket) if num_ranks == self._replicas(bucket) else beside
+        link = self._link(bucket) if num_ranks == self._replicas(bucket) else self._of_group(beside, "dp_tp")
         return link.all_reduce_seconds(of.numel * self.reduced_item, num_ranks)
 
     def _gather_seconds(self, bucket: Bucket, num_bytes: float) -> float:
@@ -342,9 +360,20 @@ class StepCosts:
         return self.machine.other_seconds(Work(memory_bytes=num_bytes), self.dtype, name)
 
 
-def _links_between_nodes(layout: Layout, plan: Plan, machine: Machine) -> Mapping[tuple[int, int], tuple[float, float]]:
+def communicator_bytes(config: Config, layout: Layout, machine: Machine) -> int:
+    """Return an estimate of the buffers of a rank's communicators on GPUs (distributed/nccl_limits.py)."""
+    if not machine.nccl_bytes_per_s_per_processor:
+        return 0
+    ends = config.model.tie_embeddings and layout.ranks[0] != layout.ranks[-1]
+    across = not machine.fits_a_node(layout.dp, layout.tp)
+    return buffer_bytes(layout, kv_replicas(config.model, layout.tp), ends=ends, spans_hosts=across)
+
+
+def _links_between_nodes(
+    layout: Layout, plan: Plan, machine: Machine, link: Link
+) -> Mapping[tuple[int, int], tuple[float, float]]:
     """Return the links of neighbouring stages that lie on several nodes, of any replica: each step waits for all."""
-    between = machine.between.latency_s, machine.between.bytes_per_s
+    between = link.latency_s, link.bytes_per_s
     holders = [chunk.rank for chunk in plan.chunks]
     pairs = {pair for one, other in itertools.pairwise(holders) for pair in ((one, other), (other, one))}
     return {pair: between for pair in pairs if pair[0] != pair[1] and crosses_nodes(layout, machine, *pair)}

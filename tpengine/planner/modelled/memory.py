@@ -1,8 +1,8 @@
 """What a training run holds on each rank, in bytes, before it runs: by kind, its peak, and where that is.
 
-The state between steps follows from the layout (layout/state_bytes.py), the rest from the simulated step. Not counted:
-the process itself, its libraries, memory that ranks share to exchange tensors, and the copy of the state that a
-checkpoint is written from.
+The state between steps follows from the layout (layout/state_bytes.py), the rest from the simulated step. On GPUs the
+buffers of communicators count, as NCCL's sources tell (distributed/nccl_limits.py). Not counted: the process itself,
+its libraries, memory that ranks share to exchange tensors, and the copy of the state that a checkpoint is written from.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tpengine.planner import Costs, simulate
 from tpengine.planner.machine import CPU_CORE, Machine, machine_on
 from tpengine.planner.memory import memory_curve, slot_bytes
 from tpengine.planner.modelled.caches import prepared_bytes
-from tpengine.planner.modelled.costs import model_costs
+from tpengine.planner.modelled.costs import communicator_bytes, model_costs
 
 _LOAD_STEP = 0.01
 _Curve = tuple[tuple[float, float], ...]
@@ -35,6 +35,7 @@ class RankMemory:
         state: between steps.
         prepared: copies of weights that a CPU's matmuls read faster.
         slots: buffers that receives write to.
+        communicators: NCCL's buffers, on GPUs; an estimate.
         gathered, unsummed, activations: the most that is held at once of gathered weights, of gradients that are not
             summed yet, and of what micro-batches keep and work with.
         peak: the most of everything at once.
@@ -49,6 +50,7 @@ class RankMemory:
     activations: int
     peak: int
     action: str
+    communicators: int = 0
 
     @property
     def compute_action(self) -> str:
@@ -67,6 +69,7 @@ class RankMemory:
             "moments": self.state.moments,
             "activations": self.activations,
             "receive slots": self.slots,
+            "NCCL's buffers (estimate)": self.communicators,
         }
         return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
 
@@ -102,6 +105,7 @@ def memory_of(
                 activations=int(max(held for _, held in activations)) - slots,
                 peak=int(lanes.peak_bytes),
                 action=_action_at_peak(lanes),
+                communicators=communicator_bytes(config, layout, machine),
             )
         )
     return tuple(found)

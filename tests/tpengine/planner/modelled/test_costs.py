@@ -11,6 +11,7 @@ import pytest
 from tpengine.architectures.part import Packed
 from tpengine.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig, validate
 from tpengine.config.settings import ModelDetails
+from tpengine.distributed.nccl_limits import buffer_bytes
 from tpengine.layout.parameters import num_parameters
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Kind
@@ -21,6 +22,7 @@ from tpengine.planner.machine.measured import PRODUCTS
 from tpengine.planner.modelled.activations import activation_bytes
 from tpengine.planner.modelled.caches import prepared_bytes, touched_bytes
 from tpengine.planner.modelled.costs import action_seconds, bytes_per_rank, model_costs
+from tpengine.planner.modelled.memory import memory_of
 
 SMALL = ModelConfig(hidden_size=32, num_layers=8, num_heads=4, num_kv_heads=2, ffn_size=48, vocab_size=61)
 
@@ -399,3 +401,32 @@ def test_what_routers_count_travels_once_a_step(tp: int, ep: int, rings: int) ->
     (sums,) = [span for span in lanes.reductions if span.action.index == counts.index]
     (clip,) = [span for span in lanes.compute if span.action.kind is Kind.CLIP]
     assert sums.end <= clip.start and sums.end - sums.start == pytest.approx(costs.reductions[counts.index])
+
+
+def test_few_processors_of_nccl_cost_bandwidth_and_its_buffers_memory() -> None:
+    """Of a group that has a limit (distributed/nccl_limits.py): half the network's rate is half the time's part."""
+    config = config_of(tp=2, pp=2, dp=2)
+    limited = machine_of(link=1e9, nccl_bytes_per_s_per_processor=1e8)
+    free = replace(limited, nccl_bytes_per_s_per_processor=0.0)
+    costs, faster = costs_of(config, limited), costs_of(config, free)
+    # Two processors of a direction, eight of replicas.
+    assert costs.bytes_per_time == 2e8 and faster.bytes_per_time == 1e9
+    assert costs.reductions.keys() == faster.reductions.keys()
+    slower = {costs.reductions[bucket] / faster.reductions[bucket] for bucket in costs.reductions}
+    # Weights that tp cuts are summed over dp, norms over dp x tp, with two.
+    assert {round(ratio, 9) for ratio in slower} == {1e9 / 8e8, 1e9 / 2e8}
+    held = buffer_bytes(layout_of(config))
+    assert [one - other for one, other in zip(costs.resident, faster.resident, strict=True)] == [held, held]
+    # With tp 1 no kernel waits beside sums, which take what they want.
+    alone = config_of(tp=1, pp=1, dp=4)
+    assert costs_of(alone, limited).reductions == costs_of(alone, free).reductions
+
+
+def test_the_sheet_of_memory_counts_communicators_on_gpus_alone() -> None:
+    config = config_of(tp=2, pp=2, dp=2)
+    layout = layout_of(config)
+    plan = training_plan(config, layout)
+    for machine, expected in ((MACHINES["h100"], buffer_bytes(layout)), (CPU_CORE, 0)):
+        for memory in memory_of(config, layout, plan, machine):
+            assert memory.communicators == expected
+            assert memory.kinds().get("NCCL's buffers (estimate)", 0) == expected <= memory.peak
