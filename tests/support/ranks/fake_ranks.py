@@ -118,10 +118,13 @@ def _group(boxed: Any) -> Any:
 
 
 @contextlib.contextmanager
-def fake_rank(rank: int, world: int) -> Iterator[Recorder]:
+def fake_rank(rank: int, world: int, recorder: Recorder | None = None) -> Iterator[Recorder]:
     """Be one rank of a fake default group, without any memory shared with others; the group before comes back.
 
     Use it in a worker of the pool: it takes the process's default group.
+
+    Args:
+        recorder: notes the calls; default a new one.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -130,9 +133,9 @@ def fake_rank(rank: int, world: int) -> Iterator[Recorder]:
             patch.setattr(memory, "open", _refuse)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         try:
-            with Recorder() as recorder:
-                patch.setattr(dist, "all_reduce", recorder.all_reduce)
-                yield recorder
+            with recorder or Recorder() as noting:
+                patch.setattr(dist, "all_reduce", noting.all_reduce)
+                yield noting
         finally:
             dist.destroy_process_group()
             store = dist.HashStore()  # type: ignore[attr-defined]

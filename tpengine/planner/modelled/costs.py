@@ -26,6 +26,7 @@ from tpengine.layout.step_plan import Layout, gradient_bytes, num_summed
 from tpengine.layout.update_work import update_work
 from tpengine.plan import Bucket, Chunk, Kind, Plan, Reduced, Weights
 from tpengine.planner import ChunkBytes, Costs
+from tpengine.planner.costs import Channels
 from tpengine.planner.machine import CPU_CORE, Link, Machine
 from tpengine.planner.modelled.activations import activation_bytes
 from tpengine.planner.modelled.caches import prepared_bytes, prepares, touched_bytes
@@ -207,6 +208,7 @@ class StepCosts:
             latency=machine.within.latency_s,
             bytes_per_time=machine.within.bytes_per_s,
             links=_links_between_nodes(layout, plan, machine),
+            channels=self.channels,
             reductions={b.index: self.reduction_seconds(b) for b in plan.buckets if b.reduced is not Reduced.NEVER},
             gathers={
                 bucket.index: self._gather_seconds(bucket, sizes[bucket.index] * self.item)
@@ -231,6 +233,11 @@ class StepCosts:
         """Return what F, B, I and W of each chunk take."""
         seconds = action_seconds(self.config, self.layout, self.plan, self.machine, self.packed, self.load)
         return {key: of.total for key, of in seconds.items()}
+
+    @property
+    def channels(self) -> Channels:
+        """Return which messages run one after another."""
+        return self.machine.channels
 
     def activation_bytes(self) -> dict[int, ChunkBytes]:
         """Return what a micro-batch holds, by chunk."""
