@@ -33,6 +33,8 @@ class Holdings:
 
 # Nothing is scarce: what hangs then, hangs by its order.
 PLENTY = Holdings(total=1 << 20)
+# Fused kernels leave free what operations of five groups may hold at once, and a processor for the copies.
+LEFT_FREE = Holdings(of_messages=(1, 2), of_collectives=(1, 8), of_fused=PROCESSORS - 2 * 2 - 3 * 8 - 1)
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,7 @@ class _Written:
         bounds = self._holdings.of_messages if entry.is_message else self._holdings.of_collectives
         processors = self._durations.processors(group, self._program.number("drawn", group), bounds)
         if not entry.is_message:
-            return self._program.collective(
-                self._began.action, operation, group, entry.members, seconds, processors
-            )
+            return self._program.collective(self._began.action, operation, group, entry.members, seconds, processors)
         messages = [(call.operation == "send", call.peer or 0) for call in entry.calls]
         return self._program.messages(
             self._began.action,

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from support.nccl.program import COMPUTE, COPIES
 
-
 # Names of streams, "" for all others: those of communicators.
 ORDERS = tuple(itertools.permutations((COMPUTE, COPIES, "")))
 NUM_SEEDS = len(ORDERS) + 1

@@ -9,6 +9,7 @@ What is not there: the size of anything. A fused kernel writes zeros.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,11 +19,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.nccl.record import Began, Called, Computed, Entry, HostWaited, Joined, Kernel, Record, Section, Waited
-from support.ranks.fake_ranks import Call, Recorder, fake_rank
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import _disable_current_modes
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.copies import CopiedArea, Fetch
 from tpkernels.exchange.device_arena import CONTROL_BYTES, DeviceArena
@@ -30,6 +30,8 @@ from tpkernels.launch import Target, observed
 from tpkernels.symmetric.cuda_memory import VirtualMemory
 from tpkernels.symmetric.wait_kernels import launch_wait
 
+from support.nccl.record import Began, Called, Computed, Entry, HostWaited, Joined, Kernel, Record, Section, Waited
+from support.ranks.fake_ranks import Call, Recorder, fake_rank
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.distributed.mesh import Communicators
@@ -62,7 +64,7 @@ class Noting(Recorder):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "c10d":
             self._called(dist.Work.unbox(result[-1] if isinstance(result, tuple) else result))
-        else:
+        elif _launches(func):
             self.computed(by_product=func.overloadpacket.__name__ in _PRODUCTS)
         return result
 
@@ -106,9 +108,10 @@ class Noting(Recorder):
     def launched(self, members: tuple[int, ...], kernel: Any, arguments: Sequence[Any], options: Mapping) -> None:
         """Note a fused kernel; what it would write is zero."""
         named = dict(zip(kernel.arg_names, arguments, strict=False))
-        for name in ("p_y", "p_full"):
-            if isinstance(named.get(name), Tensor):
-                named[name].zero_()
+        with _disable_current_modes():
+            for name in ("p_y", "p_full"):
+                if isinstance(named.get(name), Tensor):
+                    named[name].zero_()
         how = str(options.get("HOW", ""))
         self.entries.append(Kernel(kernel.fn.__name__, how, members, self._by_copies))
 
@@ -213,6 +216,13 @@ def _arena(comm: Communicator, members: Sequence[int], noting: Noting) -> Device
     memory = VirtualMemory.allocate(comm.size, 2 * CONTROL_BYTES + 2 * _GENERATION_BYTES, CPU)[comm.rank]
     record = torch.zeros(8, dtype=torch.int32)
     return DeviceArena(memory, record, NotedCopies(noting), _GENERATION_BYTES, comm.name, members, timeout_seconds=1.0)
+
+
+@functools.cache
+def _launches(operator: Any) -> bool:
+    """Return whether an operator of torch computes: it neither makes a view nor only memory."""
+    is_view = any(of.alias_info is not None and not of.alias_info.is_write for of in operator._schema.returns)
+    return not is_view and "empty" not in operator.overloadpacket.__name__
 
 
 def _name_of(call: Call) -> str:
