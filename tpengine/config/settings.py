@@ -326,8 +326,9 @@ class TrainConfig:
     """Steps after which ranks that hold the same weights compare a hash of them; 0 does so at checkpoints only."""
     timeout_seconds: float = 300.0
     """If an action of a step, or of the start (meeting the other ranks, connecting, building the model), takes longer,
-    the run ends with a report of each rank. Disk access, above all of checkpoints, has no limit. With 0, or with more
-    than its own limit (NCCL 600, gloo 1800), the communication library ends the run, without a report."""
+    the run ends with a report of each rank. Disk access, above all of checkpoints, has no limit. With 0 the
+    communication library ends the run after its own limit (NCCL 600, gloo 1800), without a report; else it waits for at
+    least twice this time."""
 
 
 @dataclass(frozen=True)

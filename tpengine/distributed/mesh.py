@@ -4,7 +4,8 @@ Rank arithmetic is pure. Process groups are made in one function, `build_mesh`, 
 is passed as an argument to what needs it; it is never global.
 
 The decision a reader will question: torch's DeviceMesh does not make the groups, because it has every rank call
-new_group for every group of an axis, 3,300 times for 2,048 ranks. Here a rank makes its own groups only, at most nine.
+new_group for every group of an axis, 3,300 times for 2,048 ranks. Here a rank makes its own groups only, at most ten
+(groups.py says how).
 
 Besides the three axes, gradients are summed over joined axes: dp x tp (norm weights, which every tp rank holds whole)
 and dp x replica (K and V weights with fewer KV heads than tp, where tp is split into (kv, replica)). Each joined axis
@@ -18,27 +19,34 @@ inner axis (parallel.ep). Rank j of an ep group holds the j-th part of the exper
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _world
 from tpkernels.exchange.arena import exchange_bytes
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.mailbox import Mailbox
 from tpkernels.launch import accumulation_dtype
-from tpkernels.symmetric.memory import device_for_numbers, exchange
 
 from tpengine.config import Config, ParallelConfig
-from tpengine.distributed.process import hosts_of_ranks
+from tpengine.distributed.connect import connect_all
+from tpengine.distributed.facts import RankFacts, problem_of
+from tpengine.distributed.groups import GLOO_SECONDS, GroupMaker, is_nccl
+from tpengine.distributed.nccl_limits import (
+    processors_of_groups,
+    reserved_processors,
+    spans_hosts,
+    users_limit,
+    words_of_nccl,
+)
+from tpengine.distributed.process import grows_segments, hosts_of_ranks, nccl_version
 
 # Sums of gradients are exchanged in pieces of a quarter of this (rows exchange/all_reduce/... of benchmarks/results).
 SUM_ARENA_BYTES = 16_000_000
-# How long to wait for a living peer if --train.timeout-seconds leaves it to the communication library: gloo's limit.
-_GLOO_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,9 @@ class Mesh:
             chunk. None on other stages, if one stage holds both chunks, and if embeddings are not tied.
         ep: the ranks that share experts, and edp: those that hold the same ones; None with ep 1. With ep tp they are
             those of tp and dp.
+        pp_backward: the pipeline's ranks again, for gradients, which over NCCL have a communicator of their own; None
+            where they take `pp`.
+        limits: how many of a GPU's processors NCCL may take, by group (nccl_limits.py); empty over gloo.
     """
 
     shape: Shape
@@ -115,9 +126,17 @@ class Mesh:
     ends: ProcessGroup | None
     ep: ProcessGroup | None = None
     edp: ProcessGroup | None = None
+    pp_backward: ProcessGroup | None = None
+    limits: Mapping[str, int] = field(default_factory=dict)
 
 
-def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple[int, int] | None = None) -> Mesh:
+def build_mesh(
+    shape: Shape,
+    device_type: str,
+    kv_replicas: int = 1,
+    ends: tuple[int, int] | None = None,
+    timeout_seconds: float = 0.0,
+) -> Mesh:
     """Create this rank's process groups of a layout; collective, with the same arguments on all ranks.
 
     Args:
@@ -126,6 +145,7 @@ def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple
         kv_replicas: consecutive tp ranks that share one KV head; divides tp.
         ends: the stages with the model's first and last chunk, if these share tied embeddings; with None no groups are
             made for them.
+        timeout_seconds: train.timeout_seconds; 0 leaves it to the communication library.
 
     Returns:
         This rank's mesh.
@@ -134,7 +154,8 @@ def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple
         ValueError: the shape does not have the number of processes, the replicas do not divide tp, or ep does not
             divide the ranks of a stage.
 
-    Cost: one all-gather, and at most nine rendezvous, each among the members of a group; call it once.
+    Cost: one all-gather, and at most nine rendezvous, each among the members of a group; over NCCL at most ten splits,
+        each among all ranks. Call it once.
     """
     if shape.world_size != dist.get_world_size():
         raise ValueError(
@@ -150,12 +171,18 @@ def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple
     # [pp, dp, tp] and [pp, dp, kv, replica]; the rows of an axis's table are its groups and contain every rank once.
     axes = torch.arange(shape.world_size).view(shape.pp, shape.dp, shape.tp)
     replicas = axes.unflatten(2, (shape.tp // kv_replicas, kv_replicas))
-    is_counted_alike = _has_made_groups_alike()
+    limits: Mapping[str, int] = {}
+    if is_nccl():
+        # Replicas that all lie on one host may take more.
+        across = spans_hosts(shape, hosts_of_ranks(torch.device(device_type)))
+        limits = processors_of_groups(shape, kv_replicas, spans_hosts=across, users_limit=users_limit(os.environ))
+    own_group = GroupMaker(timeout_seconds, limits).own
 
-    def own_group(axis: str, groups: list[list[int]]) -> ProcessGroup:
-        return _own_group(axis, groups, is_counted_alike)
-
-    pp = own_group("pp", axes.flatten(1).T.tolist())
+    pipelines = axes.flatten(1).T.tolist()
+    pp = own_group("pp", pipelines)
+    # NCCL runs the transfers of a communicator one after another: a receive of gradients that is posted early would
+    # hold up an activation that is sent.
+    pp_backward = own_group("pp_backward", pipelines) if is_nccl() and shape.pp > 1 else None
     dp = own_group("dp", axes.transpose(1, 2).flatten(0, 1).tolist())
     tp = own_group("tp", axes.flatten(0, 1).tolist())
     replica, dp_replica = None, dp
@@ -181,11 +208,20 @@ def build_mesh(shape: Shape, device_type: str, kv_replicas: int = 1, ends: tuple
         ends=None,
         ep=ep,
         edp=edp,
+        pp_backward=pp_backward,
+        limits=limits,
     )
     if ends is None or ends[0] == ends[1]:
         return mesh
     group = own_group("ends", _ends(shape, ends))
     return replace(mesh, ends=group if at.pp in ends else None)
+
+
+def problem_of_ranks(facts: Sequence[RankFacts], shape: Shape, kv_replicas: int) -> str:
+    """Return what of the ranks' hosts and GPUs cannot work in a layout, in one line; empty if nothing is wrong."""
+    across = spans_hosts(shape, [of.host for of in facts])
+    limits = processors_of_groups(shape, kv_replicas, spans_hosts=across, users_limit=users_limit(os.environ))
+    return problem_of(facts, shape, limits, reserved_processors(limits))
 
 
 def _ends(shape: Shape, ends: tuple[int, int]) -> list[list[int]]:
@@ -199,35 +235,13 @@ def _ends(shape: Shape, ends: tuple[int, int]) -> list[list[int]]:
     return pairs + [[pipeline[stage]] for pipeline in pipelines for stage in range(shape.pp) if stage not in ends]
 
 
-def _own_group(axis: str, groups: list[list[int]], is_counted_alike: bool) -> ProcessGroup:
-    """Make the group of `groups` that this rank is a member of."""
-    if len(groups) == 1:
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    own = next(members for members in groups if dist.get_rank() in members)
-    if is_counted_alike:
-        group = dist.new_group(own, use_local_synchronization=True, group_desc=f"mesh_{axis}")
-    else:
-        made = {tuple(members): dist.new_group(members, group_desc=f"mesh_{axis}") for members in groups}
-        group = made[tuple(own)]
-    assert isinstance(group, ProcessGroup), "this rank is a member"
-    return group
-
-
-def _has_made_groups_alike() -> bool:
-    """Return whether all ranks are members of equally many groups, and so name a new group alike (see `_ends`).
-
-    Collective. It is False if a program has made groups of its own for some ranks only. Then all ranks make all groups.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    counts = exchange(world, [len(_world.pg_names)], device_for_numbers(world))
-    return all(count == counts[0] for count in counts)
-
-
 @dataclass(frozen=True)
 class Communicators:
-    """A communicator for each group of the mesh; None where there is none."""
+    """A communicator for each group of the mesh; None where there is none.
+
+    Attributes:
+        nccl: its version and how it is used, in words; empty over gloo.
+    """
 
     tp: Communicator
     pp: Communicator
@@ -238,6 +252,8 @@ class Communicators:
     ends: Communicator
     ep: Communicator | None = None
     edp: Communicator | None = None
+    pp_backward: Communicator | None = None
+    nccl: str = ""
 
     def over(self, axes: Sequence[str]) -> Communicator:
         """Return the ranks that one sum over these axes joins: ("dp", "tp") are those of `dp_tp`.
@@ -299,6 +315,8 @@ class Communicators:
             ends=for_sums(mesh.ends),
             ep=ep,
             edp=edp,
+            pp_backward=None if mesh.pp_backward is None else Communicator(mesh.pp_backward),
+            nccl=_words_of_nccl(mesh) if is_nccl() else "",
         )
 
     def describe(self, mailbox: Mailbox | None) -> str:
@@ -322,6 +340,8 @@ class Communicators:
         if self.ep is not None:
             way = f"all to all by {dist.get_backend()}" if self.ep.arena is None else "through shared memory"
             parts.append(f"rows of experts {way}, whose numbers the host waits for once a layer")
+        if self.nccl:
+            parts.append(self.nccl)
         return "; ".join(parts) or "none, one process"
 
     def arena_bytes(self, mailbox: Mailbox | None) -> int:
@@ -335,23 +355,40 @@ class Communicators:
         arenas = {comm.arena for comm in comms if comm is not None and comm.arena}
         return sum(arena.memory.num_bytes for arena in arenas) + (mailbox.memory.num_bytes if mailbox else 0)
 
-    def connect(self, device: torch.device) -> None:
-        """Exchange one number over every group, in the same order on all ranks.
+    def connect(self, device: torch.device, begin: Callable[[str], None] | None = None) -> None:
+        """Exchange one number over every group, in the same order on all ranks; collective.
 
         NCCL needs all members in a group's first call; a pipeline's first transfer does not have them all. And a group
         that cannot connect fails here, not in the middle of a step.
+
+        Args:
+            device: where the groups' tensors live.
+            begin: told what is connected, with ranks and hosts, before each group: what the watch reports of a hang.
+
+        Raises:
+            GroupError: on all ranks alike: groups whose first exchange failed, with their ranks and hosts.
         """
-        everyone = self.tp, self.pp, self.dp, self.replica, self.dp_tp, self.dp_replica, self.ends, self.ep, self.edp
-        for comm in everyone:
-            if comm is not None:
-                comm.all_reduce_(torch.zeros(1, device=device))
-                # An exchange through an arena does not use the group itself, so it is not connected yet.
-                comm.all_reduce_max_(torch.zeros(1, device=device))
+        connect_all(self._named(), device, begin or (lambda _: None))
+
+    def _named(self) -> dict[str, Communicator]:
+        """Return the communicators by the names of their groups, in the order in which all ranks connect them."""
+        names = "tp", "pp", "pp_backward", "dp", "replica", "dp_tp", "dp_replica", "ends", "ep", "edp"
+        return {name: comm for name in names if (comm := getattr(self, name)) is not None}
+
+
+def _words_of_nccl(mesh: Mesh) -> str:
+    words = words_of_nccl(nccl_version(), os.environ, mesh.limits)
+    if mesh.shape.pp > 1 and grows_segments(os.environ) is False:
+        words += (
+            "; expandable_segments is off: an allocation that must free memory first waits for receives that are "
+            "posted, perhaps for ever"
+        )
+    return words
 
 
 def exchange_seconds(config: Config) -> float:
     """Return how long an exchange through memory waits for a living peer."""
-    return config.train.timeout_seconds or _GLOO_SECONDS
+    return config.train.timeout_seconds or GLOO_SECONDS
 
 
 def tp_arena_bytes(config: Config) -> int:

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,10 @@ from torch import Tensor
 from tpkernels.symmetric.processes import host_identity
 from tpkernels.symmetric.signals import PeerError
 
+from tpengine.distributed.facts import RankFacts, all_facts, await_readers, cards
+from tpengine.distributed.groups import library_timeout, nccl_options
 from tpengine.distributed.launch import Launch, loopback_variables, network_identity
+from tpengine.distributed.nccl_limits import FEW_BYTES, nccl_variables
 
 # What gloo, NCCL and the store report when the other side is gone.
 _LOST = re.compile(
@@ -41,7 +45,11 @@ def choose_device(wanted: str, launch: Launch) -> torch.device:
 
     Raises:
         ValueError: cuda is wanted and there is none.
+
+    CUDA begins when it is first asked for a device, and reads its environment then: NCCL's variables are set before.
     """
+    if wanted != "cpu" and dist.is_nccl_available():
+        os.environ.update(nccl_variables(os.environ, nccl_version()))
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -49,23 +57,38 @@ def choose_device(wanted: str, launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank % torch.cuda.device_count())
 
 
-def start(device: torch.device, launch: Launch, store: Any) -> None:
+def start(
+    device: torch.device,
+    launch: Launch,
+    store: Any,
+    timeout_seconds: float = 0.0,
+    problem_of: Callable[[Sequence[RankFacts]], str] | None = None,
+) -> None:
     """Create the default process group: NCCL if every process has a GPU of its own, else gloo.
 
     Co-located processes (several on one GPU) cannot use NCCL; their data goes through the host, which is printed once.
     The choice depends on the GPUs' identities on all nodes, so it is the same on every rank. If all processes are on
     this host, gloo listens on loopback only, unless GLOO_SOCKET_IFNAME says otherwise.
 
+    NCCL is bound to the device: its communicator is made here, and the mesh's groups are split off it (groups.py).
+
     Args:
         store: where the ranks have met (meeting.py).
+        timeout_seconds: train.timeout_seconds; see library_timeout.
+        problem_of: returns what of the ranks' facts cannot work, in one line, or nothing.
+
+    Raises:
+        ValueError: on all ranks alike, with the line of `problem_of`.
     """
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-        # Otherwise a DeviceMesh would initialise CUDA itself, on the GPU numbered LOCAL_RANK.
-        torch.cuda.init()
+        _prepare_cuda(device)
+    facts = all_facts(store, own_facts(device), launch.rank, launch.world_size)
+    if problem_of is not None and (problem := problem_of(facts)):
+        await_readers(store, launch.rank, launch.world_size)
+        raise ValueError(problem)
     backend = "gloo"
     if device.type == "cuda":
-        num_cards = len(_cards_of_all_ranks(store, device, launch))
+        num_cards = len(cards(facts))
         backend = "nccl" if num_cards == launch.world_size else "gloo"
         if backend == "gloo" and launch.rank == 0:
             print(
@@ -73,11 +96,65 @@ def start(device: torch.device, launch: Launch, store: Any) -> None:
                 "host (gloo), not NCCL",
                 file=sys.stderr,
             )
-    if launch.local_world_size == launch.world_size and _share_loopback(store, launch):
+    # All ranks reach each other over loopback: without LOCAL_RANK, one host is only a guess.
+    if launch.local_world_size == launch.world_size and len({of.network for of in facts}) == 1:
         # The mesh's groups read this variable too.
         os.environ.update(loopback_variables(os.environ))
     groups = dist.PrefixStore("groups", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=groups, rank=launch.rank, world_size=launch.world_size)
+    given: dict[str, Any] = {}
+    if backend == "nccl":
+        # Of all ranks together little is exchanged: numbers at the end of a step, and texts.
+        given = {"device_id": device, "pg_options": nccl_options(FEW_BYTES)}
+    dist.init_process_group(
+        backend,
+        store=groups,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=library_timeout(timeout_seconds, nccl=backend == "nccl"),
+        **given,
+    )
+
+
+def _prepare_cuda(device: torch.device) -> None:
+    """Begin with CUDA on a device."""
+    if grows_segments(os.environ) is None:
+        # Memory that is given back waits for its own stream. Without, freeing waits for all of the device: for ever,
+        # if a receive that is posted waits for what this rank has yet to launch.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch.cuda.set_device(device)
+    # Otherwise a DeviceMesh would initialise CUDA itself, on the GPU numbered LOCAL_RANK.
+    torch.cuda.init()
+
+
+def grows_segments(environ: Mapping[str, str]) -> bool | None:
+    """Return whether the user has torch's allocator grow its segments; None if no variable says it."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        said = re.search(r"expandable_segments\s*:\s*(\w+)", environ.get(name, ""))
+        if said:
+            return said[1].lower() == "true"
+    return None
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return NCCL's version; empty if this torch has none."""
+    return tuple(torch.cuda.nccl.version()) if dist.is_nccl_available() else ()
+
+
+def own_facts(device: torch.device) -> RankFacts:
+    """Return what this rank tells the others of itself (facts.py)."""
+    host, network = socket.gethostname(), network_identity()
+    if device.type == "cpu":
+        return RankFacts(host, network)
+    found, driver = torch.cuda.get_device_properties(device), torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    return RankFacts(
+        host,
+        network,
+        gpu=found.name,
+        card=str(found.uuid),
+        processors=found.multi_processor_count,
+        nccl=".".join(map(str, nccl_version())),
+        driver=f"{driver // 1000}.{driver % 1000 // 10}",
+    )
 
 
 def make_deterministic(device: torch.device) -> None:
@@ -90,19 +167,6 @@ def make_deterministic(device: torch.device) -> None:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it
     torch.use_deterministic_algorithms(True)
-
-
-def _cards_of_all_ranks(store: Any, device: torch.device, launch: Launch) -> set[bytes]:
-    """Return all ranks' GPUs, by host and UUID: the number of a visible GPU does not tell whether it is shared."""
-    uuid = torch.cuda.get_device_properties(device).uuid
-    store.set(f"card/{launch.rank}", f"{socket.gethostname()}/{uuid}")
-    return {store.get(f"card/{rank}") for rank in range(launch.world_size)}
-
-
-def _share_loopback(store: Any, launch: Launch) -> bool:
-    """Return whether all ranks reach each other over loopback: without LOCAL_RANK, one host is only a guess."""
-    store.set(f"network/{launch.rank}", network_identity())
-    return len({store.get(f"network/{rank}") for rank in range(launch.world_size)}) == 1
 
 
 def stop() -> None:

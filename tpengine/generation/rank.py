@@ -17,6 +17,7 @@ from tpkernels.ops.matmul.host import has_onednn
 from tpkernels.symmetric.host_memory import available_bytes
 
 from tpengine.config import Config
+from tpengine.distributed.connect import GroupError
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.mesh import Communicators, Shape, build_mesh
 from tpengine.distributed.process import choose_device, link_device
@@ -53,7 +54,10 @@ def build(
     link = link_device(device)
     mesh = build_mesh(shape, link.type, kv_replicas(config.model, shape.tp))
     comms = Communicators.of(mesh, config, device)
-    comms.connect(link)
+    try:
+        comms.connect(link)
+    except GroupError as error:
+        raise RunError(str(error)) from error
     dtype = getattr(torch, config.train.dtype)
     parts = FastParts(config.model, rows_of(comms.tp), replicas=comms.replica, dtype=dtype, device=device)
     with Uninitialized():

@@ -9,10 +9,10 @@ Two things of a first step may wait for the whole GPU, or for another rank, wher
                    A receive that has been posted runs until its message arrives. If the message depends on what this
                    rank has yet to launch, neither ends.
 
-So `connect` exchanges one number with every peer, in one group call. And `preload` runs the rank's list of actions
-once, without its transfers: small numbers stand for what would be received. This launches every kernel that the step
-launches while receives are posted, with the same shapes (but for experts' rows), gathers and reductions, whatever the
-schedule, ZeRO or exact mode do. The caller discards the gradients.
+So `connect` exchanges one number with every peer, in one group call for each direction. And `preload` runs the rank's
+list of actions once, without its transfers: small numbers stand for what would be received. This launches every kernel
+that the step launches while receives are posted, with the same shapes (but for experts' rows), gathers and reductions,
+whatever the schedule, ZeRO or exact mode do. The caller discards the gradients.
 
 What is left: the clipping and the update, which come when every receive has been waited for. And evaluation, whose
 messages go in one direction only: a rank that waits for the device waits for ranks before it, never in a circle.
@@ -32,8 +32,9 @@ from torch.distributed import ProcessGroup
 
 from tpengine.pipeline.executor import Handler
 from tpengine.pipeline.stage import Stage
+from tpengine.pipeline.transfers import direction_groups
 from tpengine.plan import Action, Kind, Plan, TensorSpec
-from tpengine.plan.actions import INPUT_GRADIENT, TRANSFERS
+from tpengine.plan.actions import ACTIVATIONS, INPUT_GRADIENT, TRANSFERS
 
 # They come after the last receive of a step.
 _LATER = frozenset({Kind.TIE_REDUCE, Kind.CLIP, Kind.STEP})
@@ -44,23 +45,31 @@ def must_preload(group: ProcessGroup) -> bool:
     return dist.get_world_size(group) > 1 and dist.get_backend(group) == "nccl"
 
 
-def connect(plan: Plan, stage: int, group: ProcessGroup, device: torch.device) -> None:
+def connect(
+    plan: Plan, stage: int, group: ProcessGroup, device: torch.device, backward: ProcessGroup | None = None
+) -> None:
     """Exchange one number with every rank that this rank has transfers with; collective over the pipeline.
+
+    Each direction is connected by itself, activations first: they may have a communicator each.
 
     Args:
         plan: the verified plan.
         stage: this rank's place in the pipeline.
         group: the pipeline's ranks, in stage order.
         device: where the group's tensors live.
+        backward: the same ranks again, to carry gradients; default `group`.
     """
-    peers = sorted({plan.peer(action) for action in plan.actions[stage] if action.kind in TRANSFERS})
-    operations = []
-    for peer in peers:
-        for operation in (dist.isend, dist.irecv):
-            operations.append(dist.P2POp(operation, torch.zeros(1, device=device), group=group, group_peer=peer))
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+    groups = direction_groups(group, backward)
+    for kinds in (ACTIVATIONS, TRANSFERS - ACTIVATIONS):
+        peers = sorted({plan.peer(action) for action in plan.actions[stage] if action.kind in kinds})
+        operations = []
+        for peer in peers:
+            for operation in (dist.isend, dist.irecv):
+                number = torch.zeros(1, device=device)
+                operations.append(dist.P2POp(operation, number, group=groups[next(iter(kinds))], group_peer=peer))
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
 
 
 def preload(

@@ -179,6 +179,7 @@ class RankPipeline:
         mailbox: carries the messages; None for the process group.
         halves: keeps contributions to weight gradients from I to W; None if the plan has neither.
         on_receive: called with each received tensor.
+        backward: the same ranks again, to carry gradients, as Transfers has it.
 
     Attributes:
         most_live: the most (chunk, micro-batch) pairs that were held for backward at once: from F to B, or to W.
@@ -195,13 +196,14 @@ class RankPipeline:
         *,
         halves: WeightHalves | None = None,
         on_receive: Callable[[Tensor], None] = lambda tensor: None,
+        backward: ProcessGroup | None = None,
     ) -> None:
         self.stages = stages
         self._plan, self._training, self._halves = plan, plan.training, halves
         self._on_receive = on_receive
         self._live: set[tuple[int, int]] = set()
         self.most_live = 0
-        self._transfers = Transfers(plan, rank, group, self._fetch, self._deliver, device, mailbox)
+        self._transfers = Transfers(plan, rank, group, self._fetch, self._deliver, device, mailbox, backward)
 
     def handlers(self) -> dict[Kind, Handler]:
         """Return the handlers of compute actions and transfers; a WAIT's handler calls `wait_for` per transfer."""

@@ -28,7 +28,7 @@ from tpkernels.exchange.mailbox import Mailbox
 from tpkernels.symmetric.host_memory import MemoryRefused
 
 from tpengine.plan import Action, Kind, Plan, TensorSpec, receive_slots
-from tpengine.plan.actions import RECEIVES
+from tpengine.plan.actions import ACTIVATIONS, RECEIVES, TRANSFERS
 
 
 def open_mailbox(
@@ -97,6 +97,11 @@ def _is_ring(plan: Plan) -> bool:
     return steps <= {0, 1, plan.num_ranks - 1}
 
 
+def direction_groups(group: ProcessGroup, backward: ProcessGroup | None) -> dict[Kind, ProcessGroup]:
+    """Return what carries each kind of transfer: `group` activations, `backward` gradients, `group` without it."""
+    return {kind: group if kind in ACTIVATIONS else backward or group for kind in TRANSFERS}
+
+
 class Transfers:
     """The transfers of one pipeline rank for one plan.
 
@@ -108,6 +113,8 @@ class Transfers:
         deliver: (action, tensor) -> None, called when a receive has been waited for; the tensor is a slot.
         device: where tensors live.
         mailbox: carries the messages; None for the process group.
+        backward: the same ranks again, to carry gradients; default `group`. Over NCCL a communicator of its own: one
+            runs its transfers one after another, so that an early receive of a gradient would hold up an activation.
 
     Memory: the receive slots, whose number follows from the plan, and the tensors being sent.
     """
@@ -121,9 +128,11 @@ class Transfers:
         deliver: Callable[[Action, Tensor], None],
         device: torch.device,
         mailbox: Mailbox | None = None,
+        backward: ProcessGroup | None = None,
     ) -> None:
         assert mailbox is None or num_slots_for(plan) <= mailbox.num_slots, "the mailbox was opened for other plans"
-        self._plan, self._group, self._device = plan, group, device
+        self._plan, self._device = plan, device
+        self._groups = direction_groups(group, backward)
         self._mailbox = mailbox
         # By peer, the receives in the order they were posted: messages arrive in that order, not in that of the waits.
         self._posted: dict[int, deque[Action]] = {}
@@ -146,7 +155,8 @@ class Transfers:
         tensor = self._slot(action) if receives else self._to_link(self._fetch(action))
         operation = dist.irecv if receives else dist.isend
         # A batch of one: so NCCL uses the group's communicator instead of making one for each pair of ranks.
-        (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=self._group, group_peer=peer)])
+        posted = dist.P2POp(operation, tensor, group=self._groups[action.kind], group_peer=peer)
+        (work,) = dist.batch_isend_irecv([posted])
         self._pending[action] = (work, tensor)
 
     def wait(self, transfer: Action) -> None:

@@ -55,6 +55,7 @@ WEIGHT_GRADIENT = frozenset({Kind.B, Kind.W})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 TRANSFERS = SENDS | RECEIVES
+ACTIVATIONS = frozenset({Kind.SEND_F, Kind.RECV_F})
 BUCKET = frozenset({Kind.REDUCE, Kind.GATHER, Kind.FREE})
 
 _OPPOSITE = MappingProxyType(

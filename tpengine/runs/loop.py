@@ -16,8 +16,10 @@ from rich.console import Console
 from tpengine.checkpoint.resume import Checkpoint
 from tpengine.checkpoint.upload import Uploads
 from tpengine.distributed.agreement import broadcast_json
+from tpengine.distributed.mesh import Shape, problem_of_ranks
 from tpengine.distributed.process import max_over_ranks, start, stop
 from tpengine.last_words import forget_last_words
+from tpengine.layout.parameters import kv_replicas
 from tpengine.observe.activity import OtherRanks
 from tpengine.observe.console import ProgressLine, console_for, show_held_out, show_next
 from tpengine.observe.metrics import BackgroundWriter, left_out_record, peak_memory_bytes, step_record
@@ -53,7 +55,13 @@ def train(job: Job, watch: Watch) -> RunResult:
         RunError: on all ranks alike, for what the user can fix.
     """
     watch.activity.begin("connecting with the other ranks")
-    start(job.device, job.launch, job.meeting.store)
+    config = job.config
+    kv = kv_replicas(config.model, config.parallel.tp or 1)
+    check = partial(problem_of_ranks, shape=Shape.of(config.parallel), kv_replicas=kv)
+    try:
+        start(job.device, job.launch, job.meeting.store, config.train.timeout_seconds, check)
+    except ValueError as error:
+        raise RunError(str(error)) from error
     try:
         with _pulse(job, watch):
             # Keep no variable of the run here: it would keep the process groups alive until they are destroyed below.

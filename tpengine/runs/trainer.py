@@ -8,6 +8,7 @@ import torch
 
 from tpengine.checkpoint.rollbacks import left_out
 from tpengine.config import Config
+from tpengine.distributed.connect import GroupError
 from tpengine.distributed.mesh import Communicators, Shape, build_mesh, exchange_seconds
 from tpengine.distributed.process import link_device
 from tpengine.layout.parameters import kv_replicas
@@ -20,7 +21,7 @@ from tpengine.plan import Residency
 from tpengine.training.elementwise import UpdateRule
 from tpengine.training.next_phase import enter_phase
 from tpengine.training.objective import Objective, resolved
-from tpengine.training.planned_run import PlannedRun, planned_run
+from tpengine.training.planned_run import PlannedRun, RunError, planned_run
 from tpengine.training.samples import Corpus, SamplePosition
 from tpengine.training.train_state import RankContext, TrainState
 from tpengine.training.train_step import TrainStep
@@ -90,7 +91,8 @@ class Trainer:
         self._part = self.state.part
         self.step = TrainStep(self.state, self.planned.rate, self.position, trace, self.objective)
         if self.step.preloads:
-            connect(self.state.part.plan, rank.mesh.at.pp, rank.mesh.pp, link_device(device))
+            mesh = rank.mesh
+            connect(self.state.part.plan, mesh.at.pp, mesh.pp, link_device(device), mesh.pp_backward)
 
     def enter_phase_of(self, step: int) -> bool:
         """Enter the phase of a step, if it is another; collective.
@@ -131,9 +133,13 @@ def _connect(planned: PlannedRun, device: torch.device, activity: Activity) -> R
     config, layout = planned.config, planned.parts[0].layout
     shape = Shape.of(config.parallel)
     ends = (layout.ranks[0], layout.ranks[-1]) if config.model.tie_embeddings else None
-    mesh = build_mesh(shape, link_device(device).type, kv_replicas(config.model, shape.tp), ends)
+    link, seconds = link_device(device), config.train.timeout_seconds
+    mesh = build_mesh(shape, link.type, kv_replicas(config.model, shape.tp), ends, seconds)
     comms = Communicators.of(mesh, planned.largest, device)
-    comms.connect(link_device(device))
+    try:
+        comms.connect(link, activity.begin)
+    except GroupError as error:
+        raise RunError(str(error)) from error
     # Evaluation and sampling use the mailbox too.
     passes = (
         forward_plan(part.config, part.layout, num_micro_batches, part.config.train.micro_batch_size)

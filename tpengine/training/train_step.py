@@ -183,7 +183,9 @@ class TrainStep:
         # The plan: stages, transfers, gathered weights, and who runs them.
         self.stages = state.stages(self.batch)
         self.pipeline = RankPipeline(
-            part.plan, at, self.stages, rank.mesh.pp, device, rank.mailbox, halves=state.halves
+            *(part.plan, at, self.stages, rank.mesh.pp, device, rank.mailbox),
+            halves=state.halves,
+            backward=rank.mesh.pp_backward,
         )
         self.waited_seconds = 0.0
         self.moves = WeightMoves(state.sliced, self._mark, model.release)

@@ -36,7 +36,7 @@ from tpkernels.exchange.calls import (
     words_of,
 )
 from tpkernels.exchange.tree import tree_sum
-from tpkernels.symmetric.memory import ALIGNMENT_BYTES, HostMemory, check_num_bytes
+from tpkernels.symmetric.memory import ALIGNMENT_BYTES, HostMemory, barrier, check_num_bytes
 from tpkernels.symmetric.processes import close_to_children
 from tpkernels.symmetric.signals import SPIN_SECONDS, PeerError, Signals, control_bytes, words_over, wrapped
 
@@ -128,7 +128,7 @@ class Arena:
         memory = HostMemory.allocate(group, total)
         members = dist.get_process_group_ranks(group)
         arena = cls(memory, generation_bytes, group.group_name, members, timeout_seconds, first_epoch)
-        dist.barrier(group)
+        barrier(group)
         return arena
 
     @property

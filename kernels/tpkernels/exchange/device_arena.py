@@ -33,6 +33,7 @@ from tpkernels.symmetric.memory import (
     ALIGNMENT_BYTES,
     HostMemory,
     SymmetricMemory,
+    barrier,
     check_num_bytes,
     device_for_numbers,
     exchange,
@@ -377,7 +378,7 @@ class DeviceArena:
         """Wait for this rank's device, then for every rank's."""
         if self.control.is_cuda:
             torch.cuda.synchronize(self.control.device)
-        dist.barrier(group)
+        barrier(group)
 
 
 def model_of(device: torch.device) -> str:

@@ -213,6 +213,12 @@ def device_for_numbers(group: ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def barrier(group: ProcessGroup) -> None:
+    """Wait for all ranks of a group; over NCCL by this process's GPU, which torch would otherwise guess."""
+    device = device_for_numbers(group)
+    dist.barrier(group, device_ids=None if device.type == "cpu" else [device.index])
+
+
 def exchange(group: ProcessGroup, values: Sequence[int], device: torch.device | str = "cpu") -> list[list[int]]:
     """Return some numbers of each rank on all ranks; collective.
 

@@ -203,9 +203,9 @@ class Machine:
     def _blocked(self, word: Word) -> str:
         if not isinstance(word, Connect):
             return f"{word.action}: its host waits for its device"
-        absent = {member for meeting, members in word.meetings.items() for member in members} - set.intersection(
-            *(self._met[meeting] for meeting in word.meetings)
-        )
+        absent: set[int] = set()
+        for meeting, members in word.meetings.items():
+            absent.update(member for member in members if member not in self._met[meeting])
         others = f", without rank {', '.join(map(str, sorted(absent)))}" if absent else " and for its device"
         return f"{word.action}: its host {word.what}{others}"
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from support.nccl.machine import PROCESSORS
 from support.nccl.program import COMPUTE, COPIES, HostWait, Launch, Program, Word
 from support.nccl.record import Began, Called, Computed, Entry, HostWaited, Joined, Kernel, Record, Waited
+from tpengine.config import ParallelConfig
+from tpengine.distributed.mesh import Shape
+from tpengine.distributed.nccl_limits import processors_of_groups, reserved_processors
+
+# What NCCL takes at most where nothing limits it.
+_MOST = 32
 
 
 @dataclass(frozen=True)
@@ -17,24 +23,30 @@ class Holdings:
 
     Attributes:
         total: of a GPU.
-        of_messages: a transfer between stages, at least and at most: from its beginning, so while it waits for its
-            partner too. NCCL chooses by the size; here it is drawn.
-        of_collectives: another operation of NCCL, likewise.
+        limits: at most of an operation of NCCL, by the name of the group: from its beginning, so while it waits for its
+            partners too. NCCL chooses by the size; here it is drawn.
         of_products: a plain product has programs for: it is persistent, and needs them all in turn.
         of_fused: a fused product has programs for: those that it has draw all tiles, and wait for other ranks.
     """
 
     total: int = PROCESSORS
-    of_messages: tuple[int, int] = (1, 32)
-    of_collectives: tuple[int, int] = (1, 32)
+    limits: Mapping[str, int] = field(default_factory=dict)
     of_products: int = PROCESSORS
     of_fused: int = PROCESSORS - 1
+
+    @classmethod
+    def as_engine(cls, parallel: ParallelConfig, kv_replicas: int = 1) -> Holdings:
+        """Return what the engine lets NCCL hold in a layout, and leaves free for it and for copies."""
+        limits = processors_of_groups(Shape.of(parallel), kv_replicas, spans_hosts=False)
+        return cls(limits=limits, of_fused=PROCESSORS - reserved_processors(limits) - 1)
+
+    def at_most(self, group: str) -> int:
+        """Return the most processors that an operation of a group takes."""
+        return self.limits.get(group) or _MOST
 
 
 # Nothing is scarce: what hangs then, hangs by its order.
 PLENTY = Holdings(total=1 << 20)
-# Fused kernels leave free what operations of five groups may hold at once, and a processor for the copies.
-LEFT_FREE = Holdings(of_messages=(1, 2), of_collectives=(1, 8), of_fused=PROCESSORS - 2 * 2 - 3 * 8 - 1)
 
 
 @dataclass(frozen=True)
@@ -43,9 +55,9 @@ class Durations:
 
     seed: int
 
-    def processors(self, group: str, number: int, bounds: tuple[int, int]) -> int:
+    def processors(self, group: str, number: int, most: int) -> int:
         """Return what the operation of this number holds on every member."""
-        return random.Random(f"{self.seed} {group} {number}").randint(*bounds)
+        return random.Random(f"{self.seed} {group} {number}").randint(1, most)
 
     def of(self, rank: int, place: int) -> float:
         """Return the duration of an entry."""
@@ -103,8 +115,8 @@ class _Written:
 
     def _call(self, entry: Called, seconds: float) -> int:
         group, operation = f"{entry.name} {entry.group}", entry.calls[0].operation
-        bounds = self._holdings.of_messages if entry.is_message else self._holdings.of_collectives
-        processors = self._durations.processors(group, self._program.number("drawn", group), bounds)
+        number = self._program.number("drawn", group)
+        processors = self._durations.processors(group, number, self._holdings.at_most(entry.name))
         if not entry.is_message:
             return self._program.collective(self._began.action, operation, group, entry.members, seconds, processors)
         messages = [(call.operation == "send", call.peer or 0) for call in entry.calls]

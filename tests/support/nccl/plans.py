@@ -97,10 +97,15 @@ class _Played:
         ends = (self._rank, peer) if sends else (peer, self._rank)
         latency, bytes_per_time = self._costs.link(*ends)
         seconds = latency + transfer_bytes(self._plan, action) / bytes_per_time
-        content = {"content": str(counterpart(action))} if sends else {"expects": str(action)}
         group = GROUPS[self._costs.channels](action, ends)
         self._posted[action] = self._program.messages(
-            str(action), group, range(self._plan.num_ranks), [(sends, peer)], seconds, **content
+            str(action),
+            group,
+            range(self._plan.num_ranks),
+            [(sends, peer)],
+            seconds,
+            content=str(counterpart(action)) if sends else "",
+            expects="" if sends else str(action),
         )
 
 

@@ -47,7 +47,8 @@ class Processors:
         self._chance.shuffle(found)
         if self._firsts is None:
             return found
-        return sorted(found, key=lambda name: self._firsts.index(name if name in self._firsts else ""))
+        places = {name: place for place, name in enumerate(self._firsts)}
+        return sorted(found, key=lambda name: places.get(name, places[""]))
 
     def take(self, who: Hashable, processors: int, least: int) -> bool:
         """Take what is free up to `processors`; return whether he has `least` now."""

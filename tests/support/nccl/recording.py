@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _world
 from torch.utils._python_dispatch import _disable_current_modes
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.copies import CopiedArea, Fetch
@@ -93,6 +93,13 @@ class Noting(Recorder):
         self.entries.append(Called(self._num_operations, _name_of(self._batch[0]), tuple(self._batch)))
         self._batch = None
         return works
+
+    def split_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Note a split, which all ranks of the parent make together."""
+        group = super().split_group(*args, **kwargs)
+        self._num_operations += 1
+        self.entries.append(Called(self._num_operations, "default_pg", (self.calls[-1],)))
+        return group
 
     def waited(self, work: Any, *_: Any) -> bool:
         """Note that the compute stream waits for a work."""
@@ -174,7 +181,7 @@ class NotedCopies:
 def noted_rank(rank: int, world: int, config: Config) -> Iterator[Noting]:
     """Be one rank of a run over NCCL, and note what it does."""
     noting = Noting()
-    with fake_rank(rank, world, noting), pytest.MonkeyPatch.context() as patch:
+    with fake_rank(rank, world, noting, splits=True), pytest.MonkeyPatch.context() as patch:
         batch = dist.batch_isend_irecv
         patch.setattr(dist, "batch_isend_irecv", lambda operations: noting.batch(operations, batch))
         patch.setattr(FakeWork, "wait", lambda work, *args: noting.waited(work, *args))
@@ -227,7 +234,8 @@ def _launches(operator: Any) -> bool:
 
 def _name_of(call: Call) -> str:
     """Return what the group is for, as who made it has described it."""
-    return str(_resolve_process_group(call.group).group_desc).removeprefix("mesh_")
+    group = next(group for group, name in _world.pg_names.items() if name == call.group)
+    return str(group.group_desc).removeprefix("mesh_")
 
 
 def record_run(config: Config) -> list[Record]:

@@ -3,6 +3,9 @@
 A fake collective moves nothing: a gather returns copies of what this rank gave, a sum what it gave itself, and where a
 receive lands there are zeros. So no number is right; what is recorded is which calls a rank makes. `check_legal` holds
 the ranks' records against each other as NCCL would meet them.
+
+With `splits` a rank takes the way of NCCL with a bound device: it splits groups, which are recorded as calls of all
+ranks of the parent. torch's own split needs a GPU, so a fake group of the members stands for what it would return.
 """
 
 from __future__ import annotations
@@ -11,17 +14,22 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import zip_longest
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode
 from tpkernels.exchange.arena import Arena
 from tpkernels.exchange.mailbox import Mailbox
 from tpkernels.symmetric.host_memory import MemoryRefused
+
+from tpengine.distributed import connect, groups, mesh
+
+assert fake_pg, "registers the backend"
 
 NCCL_DTYPES = {
     torch.uint8,
@@ -43,7 +51,8 @@ _ALL_REDUCE = dist.all_reduce
 class Call:
     """One collective or message: which, of what tensors, in which group.
 
-    detail: the operation of a sum, the root of a broadcast. peer: of a message, by its number among all ranks.
+    detail: the operation of a sum, the root of a broadcast; the groups and the limit of a split. peer: of a message, by
+    its number among all ranks.
     """
 
     operation: str
@@ -102,6 +111,24 @@ class Recorder(TorchDispatchMode):
             tensor.clamp_(min=0)
         return work
 
+    def split_group(
+        self,
+        parent_pg: Any = None,
+        split_ranks: Sequence[Sequence[int]] = (),
+        timeout: timedelta | None = None,
+        pg_options: int = 0,
+        group_desc: str = "",
+    ) -> Any:
+        """torch's: every rank of the parent calls it, with the same groups; those of no group are given none."""
+        assert parent_pg is None and timeout is not None
+        whole, rank = dist.group.WORLD, dist.get_rank()
+        assert whole is not None
+        everyone = tuple(range(dist.get_world_size()))
+        said = tuple(tuple(members) for members in split_ranks), group_desc, timeout.total_seconds(), pg_options
+        self.calls.append(Call("split", whole.group_name, everyone, (), said, None))
+        own = next((list(members) for members in split_ranks if rank in members), None)
+        return None if own is None else dist.new_group(own, use_local_synchronization=True, group_desc=group_desc)
+
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
@@ -118,23 +145,34 @@ def _group(boxed: Any) -> Any:
 
 
 @contextlib.contextmanager
-def fake_rank(rank: int, world: int, recorder: Recorder | None = None) -> Iterator[Recorder]:
+def fake_rank(rank: int, world: int, recorder: Recorder | None = None, *, splits: bool = False) -> Iterator[Recorder]:
     """Be one rank of a fake default group, without any memory shared with others; the group before comes back.
 
     Use it in a worker of the pool: it takes the process's default group.
 
     Args:
         recorder: notes the calls; default a new one.
+        splits: groups are split off the default group, as over NCCL, and have NCCL's limits.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
     with pytest.MonkeyPatch.context() as patch:
         for memory in (Arena, Mailbox):
             patch.setattr(memory, "open", _refuse)
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        # No other rank will ever say that it has connected, and a fake exchange not that it is complete.
+        patch.setattr(connect._Meeting, "wait_for_all", lambda _: None)
+        patch.setattr(connect._Meeting, "wait_for", lambda _, work: work.wait())
+        if splits:
+            patch.setattr(groups, "splits_groups", lambda: True)
+            patch.setattr(groups, "nccl_options", lambda max_processors: max_processors)
+            for user in (groups, mesh):
+                patch.setattr(user, "is_nccl", lambda: True)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("fake", store=store, rank=rank, world_size=world)
         try:
             with recorder or Recorder() as noting:
                 patch.setattr(dist, "all_reduce", noting.all_reduce)
+                patch.setattr(dist, "split_group", noting.split_group)
                 yield noting
         finally:
             dist.destroy_process_group()

@@ -149,26 +149,28 @@ def test_the_pass_changes_no_bit_of_training(ranks: RankPool, settings: dict[str
         assert all(torch.equal(parameters[name][1], want[name][1]) for name in want)
 
 
-def connected(config: Config) -> int:
-    """Connect to the pipeline's peers; return the number of messages that this rank has sent and received."""
+def connected(config: Config) -> tuple[list[int], list[int]]:
+    """Connect to the pipeline's peers; return the messages of each group call, activations' groups then gradients'."""
     trainer = Trainer(config, open_corpus(config), CPU)
-    posted: list[Any] = []
-    post = dist.batch_isend_irecv
+    mesh, counts, groups = trainer.state.rank.mesh, [], []
+    post, backward = dist.batch_isend_irecv, dist.new_group()
 
     def noting(operations: list[Any]) -> Any:
-        posted.extend(operations)
+        counts.append(len(operations))
+        groups.extend(int(operation.group is backward) for operation in operations)
         return post(operations)
 
     dist.batch_isend_irecv = noting  # type: ignore[assignment]
     try:
-        connect(trainer.state.part.plan, trainer.state.rank.mesh.at.pp, trainer.state.rank.mesh.pp, CPU)
+        connect(trainer.state.part.plan, mesh.at.pp, mesh.pp, CPU, backward)
     finally:
         dist.batch_isend_irecv = post
-    return len(posted)
+    return counts, groups
 
 
 def test_every_pair_of_ranks_with_transfers_is_connected_in_both_directions(ranks: RankPool) -> None:
-    assert ranks.run(connected, 4, config_of(1, 1, 4, tied=False, kv_heads=2)) == [2, 4, 4, 2]
+    ends, between = ([2, 2], [0, 0, 1, 1]), ([4, 4], [0] * 4 + [1] * 4)
+    assert ranks.run(connected, 4, config_of(1, 1, 4, tied=False, kv_heads=2)) == [ends, between, between, ends]
 
 
 def test_a_list_without_its_transfers() -> None:

@@ -103,3 +103,12 @@ def test_early_receives_keep_one_communicator_alive(name: str) -> None:
         Machine(programs_of(broken, costs)).run()
     with pytest.raises(ValueError, match=r"a plan must finish: rank \d waits in .* with rank"):
         simulate(broken, costs)
+    # A communicator for each direction helps those whose tensors of a direction all go one way round.
+    of_directions = replace(costs, channels=Channels.DIRECTION)
+    if name in ("interleaved", "zbv"):
+        with pytest.raises(NoProgress):
+            Machine(programs_of(broken, of_directions)).run()
+    else:
+        assert Machine(programs_of(broken, of_directions)).run() == pytest.approx(
+            simulate(broken, of_directions).makespan
+        )

@@ -17,7 +17,7 @@ from support import CountMutations
 from support.engine.parity import config_of
 from support.nccl import mutants
 from support.nccl.machine import Machine, NoProgress, WrongMessage
-from support.nccl.operations import LEFT_FREE, PLENTY, Holdings, programs_of
+from support.nccl.operations import PLENTY, Holdings, programs_of
 from support.nccl.orders import order_cycle
 from support.nccl.processors import NUM_SEEDS
 from support.nccl.record import Called, Kernel, Record
@@ -25,6 +25,7 @@ from support.nccl.recording import record_run
 from support.ranks.rank_pool import RankPool
 
 from tpengine.config import Config
+from tpengine.layout.parameters import kv_replicas
 from tpengine.plan import SCHEDULES
 
 Records = list[Record]
@@ -74,6 +75,12 @@ def run(records: Records, holdings: Holdings = PLENTY, seed: int = 0) -> float:
     return Machine(programs_of(records, holdings, seed), seed, holdings.total).run()
 
 
+def engine_holdings(config: Config) -> Holdings:
+    """What NCCL may hold by the engine's limits, and fused kernels leave free."""
+    assert config.parallel.tp
+    return Holdings.as_engine(config.parallel, kv_replicas(config.model, config.parallel.tp))
+
+
 def problem(records: Records, holdings: Holdings = PLENTY, seeds: Sequence[int] = (0,)) -> str:
     """What is wrong with records; "" if nothing is.
 
@@ -94,7 +101,7 @@ def test_a_run_ends(recorded: Callable[[str], Records], name: str) -> None:
     records = recorded(name)
     assert problem(records) == ""
     # Kernels that compute come first, or nobody always does.
-    assert problem(records, LEFT_FREE, (0, 1, NUM_SEEDS - 1)) == ""
+    assert problem(records, engine_holdings(LAYOUTS[name]), (0, 1, NUM_SEEDS - 1)) == ""
 
 
 def test_one_processor_left_free_is_not_enough_beside_sums(recorded: Callable[[str], Records]) -> None:
@@ -128,7 +135,7 @@ def broken(name: str, records: Records) -> str:
         case "a rank does not connect pp":
             return problem(mutants.of_one(records, 1, mutants.unconnected("pp")))
         case "kernels take every processor":
-            return problem(records, replace(LEFT_FREE, of_fused=LEFT_FREE.total))
+            return problem(records, Holdings(of_fused=Holdings.total))
         case "a rank evaluates a step earlier":
             return problem(mutants.of_one(records, 1, mutants.early_evaluation))
     raise AssertionError(name)
@@ -137,8 +144,8 @@ def broken(name: str, records: Records) -> str:
 @pytest.mark.parametrize(
     ("name", "of", "said"),
     [
-        ("receives late", "four stages", r"no progress:\nrank 0: .*SEND_F\d: send to rank 1 over default_pg has begun"),
-        ("a send and a receive swapped", "all axes, fused", r"rank \d: .*(SEND|RECV)_"),
+        ("receives late", "four stages", r"no progress:\nrank 0: .*SEND_F\d: send to rank 1 over pp has begun"),
+        ("a send and a receive swapped", "all axes, fused", r"SEND_F1 .* = rank 7's 1RECV_F1"),
         ("two receives swapped", "all axes, fused", r"rank 7: 1RECV_F1, receive from rank 3 over pp, gets 1RECV_F0"),
         ("a sum before a send", "all axes, fused", r"rank 0's .* \(_reduce_scatter_base_ of dp\)"),
         ("a rank does not connect dp", "all axes, fused", "no progress:\nrank 0: .* of dp"),
@@ -172,4 +179,4 @@ def test_every_run_ends(ranks: RankPool, schedule: str, sizes: tuple[int, int, i
         config = layout(dp, tp, pp, schedule=schedule, num_micro_batches=num_micro_batches, zero=zero, tp_comm=tp_comm)
         (records,) = ranks.run(record_run, 1, config)
         assert problem(records) == ""
-        assert problem(records, LEFT_FREE, range(NUM_SEEDS)) == ""
+        assert problem(records, engine_holdings(config), range(NUM_SEEDS)) == ""

@@ -44,14 +44,14 @@ LAYOUTS = {
 }
 
 
-def calls_of_run(config: Config) -> list[list[Call]]:
-    """Train, evaluate and sample on every rank in turn."""
+def calls_of_run(config: Config, splits: bool = False) -> list[list[Call]]:
+    """Train, evaluate and sample on every rank in turn; splits: as over NCCL with a bound device."""
     parallel, calls = config.parallel, []
     assert parallel.tp and parallel.pp and parallel.dp
     corpus: Corpus = open_corpus(config)
     world = parallel.tp * parallel.pp * parallel.dp
     for rank in range(world):
-        with fake_rank(rank, world) as recorder, pytest.MonkeyPatch.context() as patch:
+        with fake_rank(rank, world, splits=splits) as recorder, pytest.MonkeyPatch.context() as patch:
             # A stage in the middle reads nothing, and hears only itself: that somebody has read.
             report = step_batch.Report
             patch.setattr(step_batch, "Report", lambda *said, report=report: report(*(said or (1, 0, 24))))
@@ -70,6 +70,19 @@ def test_the_calls_of_all_ranks_fit_together(ranks: RankPool, layout: str) -> No
     (calls,) = ranks.run(calls_of_run, 1, cheap(LAYOUTS[layout]))
     check_legal(calls)
     assert {call.operation for of_rank in calls for call in of_rank} >= {"allreduce_", "allgather_"}
+
+
+def test_each_direction_of_a_pipeline_has_a_group_over_nccl(ranks: RankPool) -> None:
+    (calls,) = ranks.run(calls_of_run, 1, cheap(LAYOUTS["pp alone, a V of chunks, tied"]), True)
+    check_legal(calls)
+    splits = [call for call in calls[0] if call.operation == "split"]
+    assert [call.detail[1] for call in splits] == ["mesh_pp", "mesh_pp_backward"]
+    messages = [call for call in calls[0] if call.operation in ("send", "recv_")]
+    groups = list(dict.fromkeys(call.group for call in messages))
+    assert len(groups) == 2
+    # A step sends as many activations as gradients; evaluation and sampling send activations only.
+    activations, gradients = ([call for call in messages if call.group == group] for group in groups)
+    assert len(activations) > len(gradients) > 0
 
 
 def calls_of_users_model() -> list[list[Call]]:
