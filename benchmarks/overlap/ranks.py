@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from tpkernels.exchange.copies import Copies, StreamCopies
 from tpkernels.exchange.device_arena import CONTROL_BYTES, NUM_GENERATIONS, DeviceArena
-from tpkernels.launch import num_processors, observed, run, target_of
+from tpkernels.launch import num_processors, observed, target_of
 from tpkernels.ops.matmul.configs import config_of
 from tpkernels.ops.matmul.kernel import launch_matmul
 from tpkernels.symmetric.cuda_memory import VirtualMemory, host_record
@@ -191,13 +191,7 @@ def load(call: Callable[[], object], ranks: VirtualRanks) -> None:
 
 def matmul_on(processors: int, a: Tensor, b: Tensor, accumulated: Tensor | None = None) -> Tensor:
     """Multiply with our kernel on part of the processors; if a tensor to add to is given, add to it."""
-    launches: list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]] = []
-    target = target_of(a)
-    config = config_of(a.shape[0], b.shape[1], a.shape[1], a.dtype, target, num_processors=processors)
-    # The launcher uses all processors, so its launch is observed, and repeated here with fewer programs.
-    with observed(target, lambda *launch: launches.append(launch)):
-        c = launch_matmul(a, b, out=accumulated, accumulate=accumulated is not None, config=config)
-    most = processors * config.programs_per_processor(a.element_size(), target)
-    for kernel, grid, arguments, options in launches:
-        run(kernel, (min(grid[0], most),), *arguments, **options)
-    return c
+    config = config_of(a.shape[0], b.shape[1], a.shape[1], a.dtype, target_of(a), num_processors=processors)
+    return launch_matmul(
+        a, b, out=accumulated, accumulate=accumulated is not None, config=config, processors=processors
+    )

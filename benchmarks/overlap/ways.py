@@ -134,7 +134,7 @@ class Own(Way):
             y = x.new_empty(num_tokens, matrix.shape[1])
             # Rows under one flag, whole tiles; flags are not read here.
             columns, target = matrix.shape[1], target_of(x)
-            config = exchange_config(most, columns, depth, arena.world, x.dtype, target, num_free=1)
+            config = exchange_config(most, columns, depth, arena.world, x.dtype, target, beside_copies=True)
             rows_per_flag = config.block_m * most
             generation, call = arena.begin(operation, "multiplies", num_tokens, depth, x.dtype, 0)
             launch_gather_matmul(

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tpkernels.known_kernels import KnownKernel, known_kernels
+from tpkernels.processors import may_be_held, programs_of_tiles
 
 try:
     import triton
@@ -119,6 +120,20 @@ def num_processors(x: Tensor) -> int:
     if _observers:
         return processors_of(_observers[-1][0])
     return _device_processors(x.device.index if x.device.index is not None else 0) if x.is_cuda else 4
+
+
+def product_grid(x: Tensor, num_tiles: int, programs_per_processor: int, processors: int | None) -> tuple[int]:
+    """Return the grid of a product on x, whose programs each take every num-programs-th tile.
+
+    Args:
+        num_tiles: of the product, or the most that there may be.
+        programs_per_processor: how many programs fit onto a processor together.
+        processors: how many processors its programs share; None for all, or for a program for each tile where other
+            communication may hold some (processors.py).
+    """
+    may_wait = processors is None and may_be_held(x.get_device()) > 0
+    num_programs = (num_processors(x) if processors is None else processors) * programs_per_processor
+    return (programs_of_tiles(num_tiles, num_programs, may_wait=may_wait),)
 
 
 @functools.cache

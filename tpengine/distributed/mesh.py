@@ -37,6 +37,7 @@ from tpengine.distributed.connect import connect_all
 from tpengine.distributed.facts import RankFacts, problem_of
 from tpengine.distributed.groups import GLOO_SECONDS, GroupMaker, is_nccl
 from tpengine.distributed.nccl_limits import (
+    held_processors,
     processors_of_groups,
     reserved_processors,
     spans_hosts,
@@ -112,6 +113,7 @@ class Mesh:
         pp_backward: the pipeline's ranks again, for gradients, which over NCCL have a communicator of their own; None
             where they take `pp`.
         limits: how many of a GPU's processors NCCL may take, by group (nccl_limits.py); empty over gloo.
+        held: how many it may hold at once beside kernels of ours; 0 over gloo.
     """
 
     shape: Shape
@@ -128,6 +130,7 @@ class Mesh:
     edp: ProcessGroup | None = None
     pp_backward: ProcessGroup | None = None
     limits: Mapping[str, int] = field(default_factory=dict)
+    held: int = 0
 
 
 def build_mesh(
@@ -172,10 +175,12 @@ def build_mesh(
     axes = torch.arange(shape.world_size).view(shape.pp, shape.dp, shape.tp)
     replicas = axes.unflatten(2, (shape.tp // kv_replicas, kv_replicas))
     limits: Mapping[str, int] = {}
+    held = 0
     if is_nccl():
         # Replicas that all lie on one host may take more.
         across = spans_hosts(shape, hosts_of_ranks(torch.device(device_type)))
         limits = processors_of_groups(shape, kv_replicas, spans_hosts=across, users_limit=users_limit(os.environ))
+        held = held_processors(shape, kv_replicas, limits)
     own_group = GroupMaker(timeout_seconds, limits).own
 
     pipelines = axes.flatten(1).T.tolist()
@@ -210,6 +215,7 @@ def build_mesh(
         edp=edp,
         pp_backward=pp_backward,
         limits=limits,
+        held=held,
     )
     if ends is None or ends[0] == ends[1]:
         return mesh
@@ -298,6 +304,7 @@ class Communicators:
                 arena_bytes=tp_arena_bytes(config) if fused else 0,
                 device=device,
                 timeout_seconds=exchange_seconds(config),
+                reserved_processors=mesh.held,
             )
 
         tp, dp = for_matmuls(mesh.tp), for_sums(mesh.dp)

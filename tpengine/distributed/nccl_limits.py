@@ -108,6 +108,19 @@ def reserved_processors(limits: Mapping[str, int]) -> int:
     return sum(num for name, num in limits.items() if name in _BESIDE)
 
 
+def held_processors(axes: Axes, kv_replicas: int, limits: Mapping[str, int]) -> int:
+    """Return how many processors NCCL may hold beside our kernels at once, also where it chooses itself.
+
+    That is what `reserved_processors` says where kernels of ours wait for other ranks. With tp 1 sums over replicas
+    have no limit: products then only have to allow for it (tpkernels/processors.py), and leave nothing free.
+
+    Args:
+        axes, kv_replicas: as `sizes_of_groups`.
+        limits: of `processors_of_groups`.
+    """
+    return sum(limits.get(name, MOST) for name in sizes_of_groups(axes, kv_replicas) if name in _BESIDE)
+
+
 def users_limit(environ: Mapping[str, str]) -> int:
     """Return how many processors the user allows every group, 0 for no limit; NCCL takes it before ours."""
     named = [int(environ[name]) for name in _USERS_LIMITS if environ.get(name, "").isdecimal()]

@@ -213,21 +213,31 @@ def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
     return [float(value) for value in tensor.tolist()]
 
 
-def read_with_largest(own: Tensor, shared: Tensor) -> tuple[list[float], list[float]]:
+def read_with_largest(own: Tensor, shared: Tensor, told: Tensor) -> tuple[list[float], list[float], Tensor]:
     """Read a vector of this rank and the maximum of another over all ranks, while waiting for the device only once.
 
     Args:
-        own, shared: float64 [n] and [m], on the device; `shared` has no NaN, which a maximum may lose.
+        own, shared: float64 [n] and [m], on the device; `shared` has no NaN.
+        told: int64 [k], on the device: what every rank hears from every other in the same exchange.
 
     Returns:
-        The numbers of `own`, and the elementwise maximum over all ranks of `shared`.
+        The numbers of `own`; the elementwise maximum over all ranks of `shared`; all ranks' `told` [world, k], on the
+        device.
+
+    Cost: one all-gather of 8 (m + k) bytes per rank.
     """
-    both = torch.cat([own, shared])
-    if dist.get_world_size() > 1:
-        both = both.to(link_device(own.device))
-        dist.all_reduce(both[own.numel() :], dist.ReduceOp.MAX)
-    numbers = both.tolist()
-    return numbers[: own.numel()], numbers[own.numel() :]
+    if dist.get_world_size() == 1:
+        alone = torch.cat([own, shared]).tolist()
+        return alone[: own.numel()], alone[own.numel() :], told.view(1, -1)
+    # Together, so that one copy brings them to a host that exchanges them.
+    numbers = torch.cat([own.view(torch.int64), shared.view(torch.int64), told]).to(link_device(own.device))
+    own_numbers, mine = numbers[: own.numel()].view(torch.float64), numbers[own.numel() :]
+    everyone = torch.empty(dist.get_world_size(), mine.numel(), dtype=torch.int64, device=mine.device)
+    dist.all_gather(list(everyone.unbind()), mine)
+    largest = everyone[:, : shared.numel()].contiguous().view(torch.float64).amax(0)
+    found = torch.cat([own_numbers, largest]).tolist()
+    reports = everyone[:, shared.numel() :]
+    return found[: own.numel()], found[own.numel() :], to_device(reports, own.device)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 from tpkernels.exchange.device_arena import DeviceArena
-from tpkernels.launch import cdiv, jit, num_processors, power_of_2, run, tl
+from tpkernels.launch import cdiv, jit, power_of_2, run, tl
 from tpkernels.symmetric.signals_kernel import (
     arrived_line,
     begin,
@@ -81,7 +81,7 @@ def swap(x: Tensor, scale: Tensor, arena: DeviceArena) -> Tensor:
     generation, call = arena.begin("swap", "pushes", num_rows, x.shape[1], x.dtype, 0)
     columns = power_of_2(width)
     rows = max(2048 // columns, 1)
-    programs = min(arena.processors or num_processors(x), arena.world * max(cdiv(num_rows, rows), 1))
+    programs = arena.budget(x).programs(arena.world * max(cdiv(num_rows, rows), 1))
     run(
         swap_kernel, (programs,), y, x, scale, arena.address, arena.offset_of(generation),
         arena.slot_bytes // x.element_size(), num_rows, width, generation, call,

@@ -140,6 +140,7 @@ def _connect(planned: PlannedRun, device: torch.device, activity: Activity) -> R
         comms.connect(link, activity.begin)
     except GroupError as error:
         raise RunError(str(error)) from error
+    activity.begin("building the model and its groups")
     # Evaluation and sampling use the mailbox too.
     passes = (
         forward_plan(part.config, part.layout, num_micro_batches, part.config.train.micro_batch_size)

@@ -135,6 +135,10 @@ class ReadAhead:
         """Return whether taking these samples would not wait."""
         return bool(self._asked) and np.array_equal(self._asked[0].numbers, numbers) and self._asked[0].done.is_set()
 
+    def peek(self, numbers: Numbers) -> StepSamples | None:
+        """Return these samples without taking them; None if they are not there, or reading them has failed."""
+        return self._asked[0].found if self.is_there(numbers) else None
+
     def take(self, numbers: Numbers) -> StepSamples:
         """Wait for samples and return them; what was asked for before them is thrown away.
 

@@ -1,20 +1,26 @@
 """The batch of a step: this rank's micro-batches, and the reports of all ranks on theirs, exchanged in one gather.
 
 A rank reads windows if its stage needs their tokens (the model's first chunk) or their labels (its last); the others
-read nothing. A thread reads them while the steps before compute (ahead.py). Every rank then reports to all
-others whether it read, a digest of its windows, and what they add to the number that the loss is divided by: valid
-targets, or a user's own count (objective.py). From the reports each rank computes on its device whether the batch is
-usable, and reads that at the end of the step, together with the loss. Until then a rank that cannot read its file
-computes with zeros. No rank applies the update of a batch that is not usable.
+read nothing. A thread reads them while the steps before compute (ahead.py). Every rank reports to all others whether it
+read, a digest of its windows, and what they add to the number that the loss is divided by: valid targets, or a user's
+own count (objective.py). From the reports each rank computes on its device whether the batch is usable, and reads that
+at the end of the step, together with the loss. Until then a rank that cannot read its file computes with zeros. No rank
+applies the update of a batch that is not usable.
+
+Ranks meet once a step, at its end: there they also exchange their reports on the next step (`report_ahead`, `hear`). So
+the loss of that step is scaled from its first F on, and no rank waits for another before it. A report is exchanged when
+its step begins in a run's first step, where a rank's samples are not there yet (a slow disk holds up no step that has
+been computed), and where the run goes on elsewhere than it seemed: a rollback, a phase, a step that is left out.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +45,9 @@ _UNREADABLE, _NOT_READ, _READ = -1, 0, 1
 _LEAST, _MOST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
 
+_Known = TypeVar("_Known")
+
+
 class Report(NamedTuple):
     """A rank's report on the windows it should read.
 
@@ -54,7 +63,25 @@ class Report(NamedTuple):
 
     def packed(self) -> Tensor:
         """Return it as int64 [3]; the count as the bits of a float64."""
-        return torch.cat([torch.tensor(self[:2]), torch.tensor([self.counted], dtype=torch.float64).view(torch.int64)])
+        (bits,) = struct.unpack("q", struct.pack("d", self.counted))
+        return torch.tensor([self.status, self.digest, bits], dtype=torch.int64)
+
+
+class _Place(NamedTuple):
+    """A step, and where the run is in its samples before it: the same on all ranks."""
+
+    step: int
+    position: SamplePosition
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a rank needs of a step, on the host, and its report."""
+
+    given: MicroBatches
+    report: Report
+    error: str
+    counts: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -243,6 +270,9 @@ class BatchReader:
         self.needs_samples = self._reads or samples.packs
         self._ahead, self._columns = ReadAhead(samples, self._reads), samples.columns
         self._taken: tuple[int, StepSamples] | None = None
+        # The next step, as it seems: what this rank has reported of it, and what all have.
+        self._prepared: tuple[_Place, _Prepared] | None = None
+        self._heard: tuple[_Place, Tensor] | None = None
         self.seconds = 0.0
 
     def wait(self, step: int) -> bool:
@@ -257,7 +287,9 @@ class BatchReader:
             return was_there
         begin, numbers = time.perf_counter(), self._numbers(step)
         was_there = self._ahead.is_there(numbers)
-        self._taken = step, self._ahead.take(numbers)
+        # What is known already need not be read again, if it is not there any more.
+        if was_there or self._known(self._prepared, step) is None:
+            self._taken = step, self._ahead.take(numbers)
         self.seconds = time.perf_counter() - begin
         for coming in range(step + 1 + self._ahead.num_asked, step + 1 + _STEPS_AHEAD):
             if self._end_step is None or coming < self._end_step:
@@ -265,20 +297,60 @@ class BatchReader:
         return was_there
 
     def read(self, step: int) -> StepBatch:
-        """Return what this rank needs of a step, and exchange reports; collective over all ranks.
+        """Return what this rank needs of a step, and exchange reports if that was not done; collective over all ranks.
 
         Args:
             step: 0-based.
 
-        Cost: a gather of 24 bytes per rank. It does not wait for the device.
+        Cost: nothing on the links after `hear`, else a gather of 24 bytes per rank. It does not wait for the device.
         """
-        train = self._train
         if self._taken is None or self._taken[0] != step:
             self.wait(step)
         assert self._taken is not None
         (_, found), self._taken = self._taken, None
-        size, seq_len = train.micro_batch_size, train.seq_len
-        error = found.error
+        # All ranks have heard of the same place, or none has.
+        reports, mine = self._known(self._heard, step), self._known(self._prepared, step)
+        if reports is None or mine is None:
+            mine = self._prepare(found)
+            reports = self._gathered(mine.report)
+        scale, usable = self._judged(reports)
+        return StepBatch(mine.given.to(self._device), scale, usable, reports, mine.error, mine.counts)
+
+    def report_ahead(self, step: int) -> Tensor | None:
+        """Return this rank's report on the step that follows, int64 [3] (Report.packed), to be given to all ranks.
+
+        Returns:
+            None if its samples are not there yet, or if there is no such step in this phase.
+        """
+        self._prepared = self._heard = None
+        if self._end_step is not None and step >= self._end_step:
+            return None
+        found: StepSamples | None = StepSamples()
+        if self.needs_samples:
+            found = self._ahead.peek(self._numbers(step))
+        if found is None:
+            return None
+        mine = self._prepare(found)
+        self._prepared = _Place(step, self._position(step)), mine
+        return mine.report.packed()
+
+    def hear(self, reports: Tensor) -> None:
+        """Keep the reports of all ranks on the step of `report_ahead`, which had one on every rank.
+
+        Args: reports: int64 [ranks, 3], on the device.
+        """
+        assert self._prepared is not None, "all ranks have reported"
+        shape = self._mesh.shape
+        self._heard = self._prepared[0], reports.view(shape.pp, shape.dp, shape.tp, reports.shape[-1])
+
+    def _known(self, what: tuple[_Place, _Known] | None, step: int) -> _Known | None:
+        """Return what is known of a step, if it still begins where it seemed to."""
+        return what[1] if what is not None and what[0] == _Place(step, self._position(step)) else None
+
+    def _prepare(self, found: StepSamples) -> _Prepared:
+        """Make micro-batches of samples, and count what the loss is divided by."""
+        train = self._train
+        size, seq_len, error = train.micro_batch_size, train.seq_len, found.error
         counts = () if self._objective.is_plain else (0.0,) * train.num_micro_batches
         mine = Report(_UNREADABLE) if error else Report()
         if found.tokens is not None:
@@ -301,10 +373,7 @@ class BatchReader:
                 mine = mine._replace(counted=math.fsum(counts))
             except ObjectiveError as problem:
                 error, mine = str(problem), Report(_UNREADABLE)
-        # Report to all ranks; each computes the same scale and verdict from all reports.
-        reports = self._gathered(mine)
-        scale, usable = self._judged(reports)
-        return StepBatch(given.to(self._device), scale, usable, reports, error, counts)
+        return _Prepared(given, mine, error, counts)
 
     def close(self) -> None:
         """End the thread that reads ahead."""

@@ -46,6 +46,9 @@ from tpengine.training.step_batch import READING, BatchReader
 from tpengine.training.step_loss import TrainingBatch
 from tpengine.training.train_state import TrainState
 
+# Of a rank whose samples are not there yet, beside the number that says so.
+_NO_REPORT = torch.zeros(3, dtype=torch.int64)
+
 
 class WeightMoves:
     """Gathers and frees of one rank.
@@ -243,7 +246,7 @@ class TrainStep:
         assert state.part.phase.first_step <= step, "enter the step's phase first"
         if state.frozen and not state.frozen_hashes:
             note_frozen(state)
-        # Read the batch, and tell all ranks about it.
+        # Read the batch, and tell all ranks about it, if they have not heard of it at the end of the step before.
         activity.step = step
         activity.begin(READING)
         self._await_samples(step)
@@ -441,16 +444,22 @@ class TrainStep:
     def _result(self, step: int, tell: Callable[[], Sequence[float]] | None) -> StepResult:
         # One wait for the device, together with the maximum over all ranks.
         skip = self._judged[Judged.SKIP :][:1]
-        told = torch.tensor(list(tell()) if tell is not None else [], dtype=torch.float64)
+        # And with this rank's report on the next step, so that nobody waits for another when it begins.
+        ahead = self.reader.report_ahead(step + 1)
+        figures = list(tell()) if tell is not None else []
+        told = torch.tensor([float(ahead is None), *figures], dtype=torch.float64)
+        report = to_device(_NO_REPORT if ahead is None else ahead, self.state.rank.device)
         shared = torch.cat([skip, -skip, self.batch.compared(), to_device(told, self.state.rank.device)])
         parts = [self._judged, *([self._metrics] if self._metric_names else [])]
         if self.loads is not None:
             parts.append(self.loads.figures())
         own = torch.cat(parts) if len(parts) > 1 else self._judged
-        found, (some_skip, all_skip, *largest) = read_with_largest(own, shared)
+        found, (some_skip, all_skip, *largest), reports = read_with_largest(own, shared, report)
         (loss, norm, skipped, spiked, usable, _), found = found[: len(Judged)], found[len(Judged) :]
         metrics, of_experts = found[: len(self._metric_names)], found[len(self._metric_names) :]
-        compared, largest = largest[: self.batch.num_compared], largest[self.batch.num_compared :]
+        compared, (is_missing, *largest) = largest[: self.batch.num_compared], largest[self.batch.num_compared :]
+        if not is_missing:
+            self.reader.hear(reports)
         # The device is done: raise if one of its kernels gave up waiting for a peer.
         self.state.rank.comms.tp.check()
         if not usable:

@@ -35,6 +35,7 @@ from tpkernels.exchange.strategies import checked
 from tpkernels.exchange.tree import tree_sum
 from tpkernels.launch import INTERPRETED
 from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
+from tpkernels.processors import Budget, hold
 from tpkernels.symmetric.host_memory import MemoryRefused
 from tpkernels.symmetric.memory import check_num_bytes
 from tpkernels.symmetric.processes import close_to_children
@@ -75,9 +76,14 @@ class Communicator:
         strategy: how fused matmuls exchange over a device arena: "auto" chooses by sizes (fused/strategy.py), "plain"
             uses collectives, "fused" the copy engine, "push" gathers by stores of the kernel.
         timeout_seconds: how long an exchange through the arena waits for a peer that is alive.
+        reserved_processors: how many processors of the device other communication of this process may hold at once: the
+            sum over all groups that may have an operation under way (NCCL: of their max_ctas). Fused kernels leave them
+            free, and our products on that device, also those that exchange nothing, then leave it to the hardware which
+            processor computes a tile (processors.py). 0: nothing else communicates.
 
     Raises:
-        ValueError: arena_bytes is not a legal number of bytes, or not the same on all ranks; an unknown strategy.
+        ValueError: arena_bytes is not a legal number of bytes, or not the same on all ranks; an unknown strategy;
+            reserved_processors is negative, differs between ranks with an arena for kernels, or leaves none.
 
     Attributes:
         rank, size: this rank's place in the group and the number of ranks.
@@ -104,6 +110,7 @@ class Communicator:
         device: torch.device | None = None,
         strategy: str = "auto",
         timeout_seconds: float = 300.0,
+        reserved_processors: int = 0,
     ) -> None:
         self.group, self.strategy = group, checked(strategy)
         if arena_bytes != 0:
@@ -113,16 +120,26 @@ class Communicator:
         self.is_gloo = group is not None and dist.get_backend(group) == "gloo"
         if group is not None:
             self._collectives = Collectives(group)
+        device = torch.device("cpu") if device is None else device
+        if reserved_processors < 0:
+            raise ValueError(Budget(0, reserved_processors).problem())
+        if reserved_processors and device.type == "cuda":
+            hold(torch.cuda.current_device() if device.index is None else device.index, reserved_processors)
         self.arena: Arena | None = None
         self.device_arena: DeviceArena | None = None
         if arena_bytes and self.size > 1:
             assert group is not None
-            device = torch.device("cpu") if device is None else device
             try:
                 if device.type == "cpu":
                     self.arena = Arena.open(group, arena_bytes, timeout_seconds=timeout_seconds)
                 if device.type != "cpu" or INTERPRETED:
-                    self.device_arena = DeviceArena.open(group, arena_bytes, device, timeout_seconds=timeout_seconds)
+                    self.device_arena = DeviceArena.open(
+                        group,
+                        arena_bytes,
+                        device,
+                        timeout_seconds=timeout_seconds,
+                        reserved_processors=reserved_processors,
+                    )
                     if self.rank == 0 and strategy == "auto" and self.device_arena.rates is None:
                         _say_that_nothing_is_chosen(model_of(device))
             except MemoryRefused as error:

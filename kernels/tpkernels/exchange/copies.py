@@ -8,8 +8,7 @@ memory, into the flag. So no processor of the GPU moves data, and everything can
 Each copy, and each wait, costs the host about as much as a launch. So small shards are fetched by one kernel on the
 same stream instead (gather_kernel.fetch_kernel).
 
-A kernel that waits for such a flag must leave one processor of the GPU free, on which wait_kernel or fetch_kernel can
-run.
+A kernel that waits for such a flag must leave room for wait_kernel or fetch_kernel (tpkernels/processors.py).
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ from torch.distributed import ProcessGroup
 
 from tpkernels.exchange.arena import CallMismatch, round_to_pages
 from tpkernels.exchange.copies import Copies, HostCopies, StreamCopies, give_up
-from tpkernels.launch import Launches, signed
+from tpkernels.launch import Launches, num_processors, signed
+from tpkernels.processors import Budget
 from tpkernels.symmetric.cuda_memory import CudaMemory, host_record
 from tpkernels.symmetric.device_clock import NS_PER_SECOND
 from tpkernels.symmetric.memory import (
@@ -92,6 +93,7 @@ class DeviceArena:
         rates: the GPU's rates, by which strategies are chosen; the same on every rank, default the H100's. None if they
             are not known: "auto" then uses collectives.
         first_epoch: the epoch before that of the first call.
+        reserved_processors: how many processors of the GPU other communication may hold at once; the same on all ranks.
 
     Attributes:
         rank, world: this rank's place in the group and the number of ranks.
@@ -111,7 +113,7 @@ class DeviceArena:
         calls_since_gather: how many calls have begun since a gather that is not finished; None if there is none.
         gather_call: number of that gather; 0 if there is none.
         launches: those of the fused kernels, to be made again.
-        generation_bytes, memory, copies, name, rates: as given.
+        generation_bytes, memory, copies, name, rates, reserved_processors: as given.
 
     Make one with `DeviceArena.open`.
     """
@@ -127,8 +129,9 @@ class DeviceArena:
         timeout_seconds: float,
         rates: Rates | None = RATES["H100"],
         first_epoch: int = 0,
+        reserved_processors: int = 0,
     ) -> None:
-        self.rates = rates
+        self.rates, self.reserved_processors = rates, reserved_processors
         self.memory, self.copies, self.generation_bytes, self.name = memory, copies, generation_bytes, name
         self.rank, self.world = memory.rank, memory.world
         assert self.world <= MAX_WORLD, f"{self.world} ranks, lines for {MAX_WORLD}"
@@ -164,6 +167,7 @@ class DeviceArena:
         *,
         timeout_seconds: float = 300.0,
         first_epoch: int = 0,
+        reserved_processors: int = 0,
     ) -> DeviceArena:
         """Make the arena of a group; collective, once, before anything is exchanged.
 
@@ -173,10 +177,12 @@ class DeviceArena:
             device: where the exchanged tensors live; the CPU if kernels are interpreted.
             timeout_seconds: how long a kernel waits for a peer.
             first_epoch: for tests near the largest epoch.
+            reserved_processors: what other communication may hold at once of each rank's GPU (processors.py).
 
         Raises:
             MemoryRefused: on all ranks alike; see CudaMemory.allocate and HostMemory.allocate.
-            ValueError: num_bytes is not a legal number of bytes.
+            ValueError: num_bytes is not a legal number of bytes. On all ranks alike: reserved_processors differ between
+                ranks, are negative, or leave no processor of a rank's GPU.
         """
         check_num_bytes("an arena's size", num_bytes)
         generation_bytes = round_to_pages(-(-num_bytes // NUM_GENERATIONS))
@@ -189,6 +195,8 @@ class DeviceArena:
         else:
             memory, record = CudaMemory.allocate(group, total, device), host_record()
             copies = StreamCopies(memory.device)
+        budget = Budget(num_processors(torch.empty(0, device=device)), reserved_processors)
+        check_budgets([Budget(*numbers) for numbers in exchange(group, budget, device_for_numbers(group))])
         members = dist.get_process_group_ranks(group)
         models = list(RATES.values())
         rates = rates_of(model_of(device))
@@ -204,6 +212,7 @@ class DeviceArena:
             timeout_seconds,
             None if first < 0 else models[first],
             first_epoch,
+            reserved_processors,
         )
         arena._settle(group)
         return arena
@@ -229,6 +238,10 @@ class DeviceArena:
     ) -> Tensor:
         """Return a view of a part of a rank's data."""
         return self.memory.block(owner, self.offset_of(generation) + offset_bytes, shape, dtype)
+
+    def budget(self, x: Tensor) -> Budget:
+        """Return the processors that kernels on x share with other communication."""
+        return Budget(self.processors or num_processors(x), self.reserved_processors)
 
     @property
     def slot_bytes(self) -> int:
@@ -379,6 +392,24 @@ class DeviceArena:
         if self.control.is_cuda:
             torch.cuda.synchronize(self.control.device)
         barrier(group)
+
+
+def check_budgets(everyone: Sequence[Budget]) -> None:
+    """Raise ValueError if a rank's kernels would have no processor, or if ranks reserve differently.
+
+    Tiles follow from what is reserved, and a flag stands for whole tiles.
+
+    Args:
+        everyone: what each rank has, by rank.
+    """
+    reserved = [budget.reserved for budget in everyone]
+    if len(set(reserved)) > 1:
+        raise ValueError(
+            f"all ranks of a group must reserve as many processors: got {reserved} by rank: pass the most on all"
+        )
+    for budget in everyone:
+        if problem := budget.problem():
+            raise ValueError(problem)
 
 
 def model_of(device: torch.device) -> str:

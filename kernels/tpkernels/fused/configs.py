@@ -18,6 +18,7 @@ import torch
 
 from tpkernels.launch import INTERPRETED, Target, cdiv, processors_of
 from tpkernels.ops.matmul.configs import MatmulConfig, nearest_power_of_2
+from tpkernels.processors import left_free, programs_together
 
 
 class _Choice(NamedTuple):
@@ -81,22 +82,31 @@ def exchange_config(
     target: Target,
     *,
     num_terms: int = 1,
-    num_free: int = 0,
+    reserved: int = 0,
+    beside_copies: bool = False,
 ) -> MatmulConfig:
     """Return the tiles of a matmul of `rows` rows from each of `world` ranks, [rows, depth] @ [depth, columns].
 
     Args:
         num_terms: number of products that are added; several need smaller tiles, since each operand takes registers.
-        num_free: processors that are left to other kernels.
+        reserved, beside_copies: what is left to other kernels (processors.py).
     """
-    return _chosen(rows, columns, depth, world, dtype, target, num_terms, num_free)[0]
+    return _chosen(rows, columns, depth, world, dtype, target, num_terms, reserved, beside_copies)[0]
 
 
 def busiest_multiply_adds(
-    rows: int, columns: int, depth: int, world: int, dtype: torch.dtype, target: Target, *, num_free: int = 0
+    rows: int,
+    columns: int,
+    depth: int,
+    world: int,
+    dtype: torch.dtype,
+    target: Target,
+    *,
+    reserved: int = 0,
+    beside_copies: bool = False,
 ) -> float:
     """Return the multiply-adds that the busiest processor could do in the time of its tiles; as `exchange_config`."""
-    return _chosen(rows, columns, depth, world, dtype, target, 1, num_free)[1]
+    return _chosen(rows, columns, depth, world, dtype, target, 1, reserved, beside_copies)[1]
 
 
 def estimated(
@@ -135,7 +145,8 @@ def _chosen(
     dtype: torch.dtype,
     target: Target,
     num_terms: int,
-    num_free: int,
+    reserved: int,
+    beside_copies: bool,
 ) -> tuple[MatmulConfig, float]:
     choices = _choices(dtype, target)
     # A few tokens more or less must not cause another compilation.
@@ -146,11 +157,11 @@ def _chosen(
         for choice in (choices[1:] if num_terms > 1 else choices)
         if 2 * about > choice.config.block_m and 2 * columns > choice.config.block_n
     ]
-    processors = processors_of(target) - num_free
+    processors = max(processors_of(target) - left_free(reserved, beside_copies=beside_copies), 1)
 
     def busiest(choice: _Choice, rows: int) -> float:
         config = choice.config
-        together = config.programs_per_processor(dtype.itemsize, target)
+        together = programs_together(reserved, config.programs_per_processor(dtype.itemsize, target))
         tiles = num_tiles(config, rows, columns, world)
         return estimated(config, choice.speed, tiles, depth, processors, together)
 

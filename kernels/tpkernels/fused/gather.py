@@ -35,6 +35,7 @@ from tpkernels.ops.matmul.host import Matrix, product, rows_are_independent
 from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
 from tpkernels.symmetric.signals import PeerError
 from tpkernels.symmetric.signals_kernel import FETCHED, MAX_SPLITS
+from tpkernels.symmetric.wait_kernels import launch_wait
 
 # So many rows are multiplied at once: the product takes as long as reading the matrix, and parts would read it again.
 FEW_ROWS = 16
@@ -322,6 +323,9 @@ def _fetch_by_kernel(
     """Do as `_fetch`, by a kernel on the copy engine's stream; it takes this rank's own rows from its block."""
 
     def launch() -> None:
+        if arena.reserved_processors:
+            # One program waits, then many copy: their processors are others' too (processors.py).
+            launch_wait(arena, (arena.rank + 1) % arena.world, arena.world - 1, generation, call)
         launch_fetch(full, arena, num_tokens, first, piece, split_rows, generation, call, keep_own=keep_own)
 
     arena.copies.launch(launch, full)

@@ -113,10 +113,17 @@ def programs_seconds(num_bytes: int, num_programs: int, rates: Rates) -> float:
     return num_bytes / min(num_programs * PROGRAM_BYTES_PER_S, _KERNEL_LINK_SHARE * rates.link_bytes_per_s)
 
 
-def pull_host_seconds(world: int, num_products: int, *, by_engine: bool) -> float:
-    """Return the host's time of a gather that is pulled; engines take two copies and a wait for each peer."""
-    more = (num_products - 1) * _HOST_OF_PRODUCT
-    return more + (_HOST_OF_ENGINE + (world - 1) * _HOST_OF_ENGINE_PER_PEER if by_engine else _HOST_OF_PULL)
+def pull_host_seconds(world: int, num_products: int, *, by_engine: bool, waits_apart: bool = False) -> float:
+    """Return the host's time of a gather that is pulled; engines take two copies and a wait for each peer.
+
+    Args:
+        waits_apart: whether a launch of its own waits for the peers before a kernel fetches.
+    """
+    if by_engine:
+        fetching = _HOST_OF_ENGINE + (world - 1) * _HOST_OF_ENGINE_PER_PEER
+    else:
+        fetching = _HOST_OF_PULL + waits_apart * _HOST_OF_PRODUCT
+    return (num_products - 1) * _HOST_OF_PRODUCT + fetching
 
 
 def push_gather_seconds(product: float, gather: Work, world: int, num_splits: int, rates: Rates) -> float:

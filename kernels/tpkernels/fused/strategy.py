@@ -81,6 +81,7 @@ class _Room(NamedTuple):
     split_bytes: int
     engine_bytes: int
     rates: Rates | None
+    reserved: int = 0
 
 
 class _Call(NamedTuple):
@@ -205,11 +206,11 @@ def predicted(call: _Call, room: _Room) -> dict[Strategy, float]:
     if world == 1:
         return times
     if call.operation == "scatter":
-        product = _product(call, world, matmul, rates, num_free=0)
+        product = _product(call, room, matmul, rates, beside_copies=False)
         scattered = fused_scatter_seconds(product, exchange, world, rates)
         times["fused"] = slower(scattered, scatter_host_seconds(), in_graph=call.in_graph)
         return times
-    product = _product(call, world, matmul, rates, num_free=1)
+    product = _product(call, room, matmul, rates, beside_copies=True)
     pushed = _executed("push", call, room)
     seconds = push_gather_seconds(product, exchange, world, _num_splits(pushed), rates)
     host_seconds = len(pushed.pieces) * push_host_seconds(len(call.widths))
@@ -226,12 +227,14 @@ def _pulled(call: _Call, room: _Room) -> tuple[float, Decision]:
     rates, world = room.rates, room.world
     assert rates is not None, "auto takes collectives"
     matmul, gather = _works(call, world)
-    product = _product(call, world, matmul, rates, num_free=1)
+    product = _product(call, room, matmul, rates, beside_copies=True)
     ways = []
     for by_engine in (True, False):
         how = _executed("fused", call, room._replace(engine_bytes=0 if by_engine else _NO_ENGINES))
         seconds = pull_gather_seconds(product, gather, world, _num_splits(how), rates, by_engine=by_engine)
-        host_seconds = len(how.pieces) * pull_host_seconds(world, len(call.widths), by_engine=by_engine)
+        host_seconds = len(how.pieces) * pull_host_seconds(
+            world, len(call.widths), by_engine=by_engine, waits_apart=room.reserved > 0
+        )
         ways.append((slower(seconds, host_seconds, in_graph=call.in_graph), how))
     return min(ways, key=lambda way: way[0])
 
@@ -249,7 +252,8 @@ def predicted_all_reduce(call: _Call, room: _Room) -> dict[AllReduce, float]:
         "two_collectives": slower(by_two, two_collectives_host_seconds(), in_graph=call.in_graph),
         "one_shot": slower(at_once, one_shot_host_seconds(), in_graph=call.in_graph),
     }
-    scattered = fused_scatter_seconds(_product(call, world, matmul, rates, num_free=0), scatter, world, rates)
+    product = _product(call, room, matmul, rates, beside_copies=False)
+    scattered = fused_scatter_seconds(product, scatter, world, rates)
     fused = fused_all_reduce_seconds(scattered, gather, world, rates)
     times["kernels"] = slower(fused, fused_all_reduce_host_seconds(), in_graph=call.in_graph)
     return times
@@ -262,7 +266,15 @@ def _call(operation: Operation, x: Tensor, num_tokens: int, widths: Sequence[int
 
 def _room(arena: DeviceArena) -> _Room:
     split_bytes, engine_bytes = arena.split_bytes, arena.engine_bytes
-    return _Room(arena.world, arena.slot_bytes, arena.generation_bytes, split_bytes, engine_bytes, arena.rates)
+    return _Room(
+        arena.world,
+        arena.slot_bytes,
+        arena.generation_bytes,
+        split_bytes,
+        engine_bytes,
+        arena.rates,
+        arena.reserved_processors,
+    )
 
 
 def _executed(strategy: str, call: _Call, room: _Room) -> Decision:
@@ -276,7 +288,9 @@ def _executed(strategy: str, call: _Call, room: _Room) -> Decision:
     # A copy engine wants large splits; programs want many, to share.
     enough = cdiv(room.split_bytes, max(row_bytes, 1)) if by_engine and not pushes else 1
     tiles = [
-        exchange_config(most, columns, call.inner, room.world, call.dtype, call.target, num_free=1).block_m
+        exchange_config(
+            most, columns, call.inner, room.world, call.dtype, call.target, reserved=room.reserved, beside_copies=True
+        ).block_m
         for columns in call.widths
     ]
     tile = max(tiles, default=1)
@@ -299,11 +313,20 @@ def _works(call: _Call, world: int) -> tuple[Work, Work]:
     return matmul, reduce_scatter_work(world * shard_bytes, world)
 
 
-def _product(call: _Call, world: int, matmul: Work, rates: Rates, *, num_free: int) -> float:
+def _product(call: _Call, room: _Room, matmul: Work, rates: Rates, *, beside_copies: bool) -> float:
     """Return the time of the fused matmul, one product after the other."""
-    most = cdiv(call.num_tokens, world)
+    most = cdiv(call.num_tokens, room.world)
     busiest = sum(
-        busiest_multiply_adds(most, columns, call.inner, world, call.dtype, call.target, num_free=num_free)
+        busiest_multiply_adds(
+            most,
+            columns,
+            call.inner,
+            room.world,
+            call.dtype,
+            call.target,
+            reserved=room.reserved,
+            beside_copies=beside_copies,
+        )
         for columns in call.widths
     )
     return product_seconds(busiest, matmul, processors_of(call.target), rates)

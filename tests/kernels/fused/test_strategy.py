@@ -129,7 +129,9 @@ def test_what_is_predicted_is_what_is_executed(tokens: int, width: int, inner: i
     """A split has whole tiles, and no shard more splits than a piece of it has flags."""
     decision = decided(strategy, call_of("gather", tokens, width, inner), room_of(world))
     assert decision is not None
-    config = exchange_config(-(-tokens // world), width, inner, world, torch.bfloat16, Target("cuda", 90), num_free=1)
+    config = exchange_config(
+        -(-tokens // world), width, inner, world, torch.bfloat16, Target("cuda", 90), beside_copies=True
+    )
     assert decision.split_rows % config.block_m == 0
     splits = [max(-(-rows // decision.split_rows), 1) for _, rows in decision.pieces]
     assert max(splits) <= 8 and _num_splits(decision) == sum(splits)
@@ -239,7 +241,7 @@ def test_tiles_are_narrower_where_that_fills_the_last_round(
     tokens: int, width: int, inner: int, world: int, block_n: int
 ) -> None:
     target = Target("cuda", 90)
-    config = exchange_config(tokens // world, width, inner, world, torch.bfloat16, target, num_free=1)
+    config = exchange_config(tokens // world, width, inner, world, torch.bfloat16, target, beside_copies=True)
     assert (config.block_m, config.block_n) == (128, block_n)
 
 
@@ -263,6 +265,7 @@ def test_only_strategies_that_exist_are_taken() -> None:
 def arena_of(**room: Any) -> Any:
     return SimpleNamespace(
         **{"world": 2, "slot_bytes": 256, "generation_bytes": 512, "split_bytes": 1, "engine_bytes": 0, "rates": H200}
+        | {"reserved_processors": 0}
         | room
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -159,6 +160,30 @@ def check_configurations(device: str, whole: bool) -> None:
 )
 def test_every_configuration(rung: Rung, whole: bool) -> None:
     rung(check_configurations, whole)
+
+
+def check_grids(device: str) -> None:
+    """The same bits by any number of programs: random numbers, whose sums another order would round otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float16,) if device == "cpu" else (torch.float16, torch.bfloat16, torch.float32):
+        a, b, weight = (
+            torch.randn(shape, generator=generator).to(device, dtype) for shape in ((70, 72), (72, 90), (100, 72))
+        )
+        first: list[Tensor] = []
+        # 9 tiles, and 6 of gate and up: one program has all, some have one more than others, each has one.
+        for processors in (1, 2, 40):
+            options: dict[str, Any] = {"config": SMALL_TILES, "processors": processors}
+            with unwritten_is_nan():
+                got = [launch_matmul(a, b, **options), *launch_matmul_swiglu(a, weight, True, **options)]
+            sums = torch.ones(70, 90, device=device)
+            got.append(launch_matmul(a, b, out=sums, accumulate=True, **options))
+            first = first or got
+            assert all(torch.equal(one, other) for one, other in zip(got, first, strict=True)), processors
+
+
+@kernels_only
+def test_bits_do_not_depend_on_the_number_of_programs(rung: Rung) -> None:
+    rung(check_grids)
 
 
 def rounded_between_blocks(m: int, n: int, k: int, block_k: int) -> tuple[Tensor, Tensor]:

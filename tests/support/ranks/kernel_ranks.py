@@ -55,6 +55,7 @@ def kernel_communicator(
     timeout_seconds: float = PATIENT_SECONDS,
     first_epoch: int = 0,
     most_seconds: float = 2e-3,
+    reserved_processors: int = 0,
 ) -> Communicator:
     """A communicator whose fused operators take their kernels, over a hostile device arena.
 
@@ -64,7 +65,12 @@ def kernel_communicator(
     comm = Communicator(group, strategy="fused" if strategy == "fetch" else strategy)
     if comm.size > 1:
         arena = DeviceArena.open(
-            group, arena_bytes, torch.device("cpu"), timeout_seconds=timeout_seconds, first_epoch=first_epoch
+            group,
+            arena_bytes,
+            torch.device("cpu"),
+            timeout_seconds=timeout_seconds,
+            first_epoch=first_epoch,
+            reserved_processors=reserved_processors,
         )
         generator = random.Random(1000 * seed + comm.rank)
         arena.__class__ = HostileDeviceArena

@@ -97,6 +97,8 @@ def said_by(world: int, port: int, gpus: list[str]) -> str:
         try:
             process.start(torch.device("cpu"), launch, meeting.store, 0.0, check)
         except ValueError as error:
+            # The pool's worker ends the group that it finds.
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
             return str(error)
     return ""
 

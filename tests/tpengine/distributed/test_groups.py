@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from support import CountMutations
+from support.engine.parity import config_of
 from support.ranks.fake_ranks import Call, check_legal, fake_rank
 from support.ranks.rank_pool import RankPool
 
+from tpengine.distributed import mesh
 from tpengine.distributed.groups import library_timeout
 from tpengine.distributed.mesh import Shape, build_mesh
 
@@ -20,10 +24,10 @@ def splits_of(shape: Shape, kv_replicas: int, ends: tuple[int, int] | None) -> l
     calls, names = [], {}
     for rank in range(shape.world_size):
         with fake_rank(rank, shape.world_size, splits=True) as recorder:
-            mesh = build_mesh(shape, "cpu", kv_replicas, ends, timeout_seconds=1000.0)
+            made = build_mesh(shape, "cpu", kv_replicas, ends, timeout_seconds=1000.0)
             calls.append([call for call in recorder.calls if call.operation == "split"])
             for axis in ("pp", "pp_backward", "dp", "tp", "replica", "dp_tp", "dp_replica", "ends", "ep", "edp"):
-                group = getattr(mesh, axis)
+                group = getattr(made, axis)
                 if group is not None and dist.get_world_size(group) > 1:
                     members = tuple(dist.get_process_group_ranks(group))
                     assert names.setdefault((axis, members), group.group_name) == group.group_name
@@ -82,3 +86,23 @@ def test_the_library_waits_longer_than_the_watch() -> None:
     assert library_timeout(0.0, nccl=True) == library_timeout(300.0, nccl=True) == timedelta(seconds=600)
     assert library_timeout(1000.0, nccl=True) == timedelta(seconds=2000)
     assert library_timeout(300.0, nccl=False) == timedelta(seconds=1800)
+
+
+def told_to_matmuls(shape: Shape) -> list[int]:
+    """What the communicator of fused matmuls on a GPU is told to leave free, on every rank."""
+    told = []
+    for rank in range(shape.world_size):
+        with fake_rank(rank, shape.world_size, splits=True), pytest.MonkeyPatch.context() as patch:
+            made: list[dict[str, Any]] = []
+            patch.setattr(mesh, "Communicator", lambda group, made=made, **given: made.append(given))
+            config = config_of(shape.dp, shape.tp, shape.pp, tied=False, kv_heads=2)
+            # The mesh is of fake ranks; only the layout of communicators is a GPU's.
+            patch.setattr(mesh, "hosts_of_ranks", lambda device: [0] * shape.world_size)
+            patch.setattr(mesh, "nccl_version", lambda: (2, 29, 3))
+            mesh.Communicators.of(mesh.build_mesh(shape, "cpu"), config, torch.device("cuda"))
+            told += [given["reserved_processors"] for given in made if given]
+    return told
+
+
+def test_fused_matmuls_leave_free_what_nccl_may_hold(ranks: RankPool) -> None:
+    assert ranks.run(told_to_matmuls, 1, Shape(2, 2, 2)) == [[2 + 2 + 8 + 2] * 8]

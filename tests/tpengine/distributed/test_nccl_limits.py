@@ -7,7 +7,9 @@ import pytest
 from tpengine.distributed.mesh import Shape
 from tpengine.distributed.nccl_limits import (
     CONNECTION_BYTES,
+    MOST,
     buffer_bytes,
+    held_processors,
     nccl_variables,
     processors_of_groups,
     reserved_processors,
@@ -36,6 +38,9 @@ def test_groups_have_limits(shape: Shape, replicas: int, expected: dict[str, int
     limits = processors_of_groups(shape, replicas)
     assert limits == expected
     assert reserved_processors(limits) == sum(expected.values())
+    # What fused matmuls are told: where no limit is needed, NCCL's own choice.
+    unlimited = MOST if shape.tp == 1 and shape.dp > 1 else 0
+    assert held_processors(shape, replicas, limits) == sum(expected.values()) + unlimited
 
 
 def test_replicas_across_hosts_need_fewer_processors() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
@@ -202,9 +203,21 @@ def counted() -> Iterator[tuple[Counter[str], Counter[str], Counter[str]]]:
         yield reads, waits.counts, collectives
 
 
+def await_the_next(trainer: Trainer, step: int) -> None:
+    """Wait until the samples of a step are there, as between slower steps."""
+    reader = trainer.step.reader
+    while reader._ahead.num_asked and reader.needs_samples and not reader._ahead.is_there(reader._numbers(step)):
+        time.sleep(0.001)
+
+
 def counts_of_a_step(config: Config) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     trainer = Trainer(config, open_corpus(config), CPU)
-    trainer.step.run(0)
+    step = trainer.step
+    # The first step reads those of the next one beside its own.
+    with patch.object(
+        step, "_result", lambda *given, result=step._result: await_the_next(trainer, 1) or result(*given)
+    ):
+        step.run(0)
     with counted() as (reads, waits, collectives):
         trainer.step.run(1, lambda: [1.0, 2.0])
     return dict(reads), dict(waits), dict(collectives)
@@ -221,7 +234,7 @@ def counts_of_a_step(config: Config) -> tuple[dict[str, int], dict[str, int], di
     ],
 )
 def test_a_step_waits_for_the_device_once(ranks: RankPool, layout: tuple[int, int, int], dtype: str) -> None:
-    """And makes three collectives over all ranks or a pipeline besides those of layers, stages and buckets."""
+    """And makes one collective over all ranks, one over a pipeline besides those of layers, stages and buckets."""
     dp, tp, pp = layout
     config = config_of(dp, tp, pp, tied=True, kv_heads=2)
     config = replace(config, train=replace(config.train, dtype=dtype))  # type: ignore[arg-type]
@@ -230,5 +243,36 @@ def test_a_step_waits_for_the_device_once(ranks: RankPool, layout: tuple[int, in
         num_compared = reads.pop("vocabulary.py:<genexpr>", 0)
         assert reads == {"process.py:read_with_largest": 1}
         assert sum(waits.values()) == num_compared == waits.get("_local_scalar_dense", 0)
-        # Reports of the batch, figures of the step; over a pipeline the norm, which tp ranks exchange through memory.
-        assert collectives == ({"all_gather": 1, "all_reduce": 1 + (pp > 1)} if dp * tp * pp > 1 else {})
+        # Figures of the step, reports on the next; over a pipeline the norm, which tp ranks exchange through memory.
+        over_pipeline = {"all_reduce": 1} if pp > 1 else {}
+        assert collectives == ({"all_gather": 1, **over_pipeline} if dp * tp * pp > 1 else {})
+
+
+def collectives_of_steps(config: Config, elsewhere: bool) -> list[int]:
+    """The gathers over all ranks in each step: samples are there in time, or one rank's are not, or leave some out."""
+    trainer, counts = Trainer(config, open_corpus(config), CPU), []
+    step, position, result = trainer.step, trainer.position, trainer.step._result
+    for number in range(3):
+        with counted() as (_, _, collectives):
+
+            def ended(*given: Any, number: int = number) -> Any:
+                if elsewhere or dist.get_rank() != 1 or number != 1:
+                    await_the_next(trainer, number + 1)
+                    return result(*given)
+                with patch.object(step.reader._ahead, "is_there", lambda _: False):
+                    return result(*given)
+
+            with patch.object(step, "_result", ended):
+                step.run(number)
+        counts.append(collectives["all_gather"])
+        if elsewhere and number == 1:
+            # As after a rollback, behind this step: on all ranks alike.
+            step.reader._position = lambda at: replace(position(at), left_out=((1000, 1001),))
+    trainer.close()
+    return counts
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_ranks_meet_once_unless_samples_are_late_or_others_than_it_seemed(ranks: RankPool, elsewhere: bool) -> None:
+    """In the first step; and in the third, since one rank's samples were late, or the run went on elsewhere."""
+    assert ranks.run(collectives_of_steps, 2, config_of(2, 1, 1, tied=True, kv_heads=2), elsewhere) == [[2, 1, 2]] * 2

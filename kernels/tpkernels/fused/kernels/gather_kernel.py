@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused.configs import exchange_config, launch_options
-from tpkernels.launch import cdiv, jit, num_processors, power_of_2, target_of, tl
+from tpkernels.launch import cdiv, jit, power_of_2, target_of, tl
 from tpkernels.ops.matmul.epilogue import finish
 from tpkernels.ops.matmul.kernel import Operand, num_parts
 from tpkernels.ops.matmul.tiles import multiply, place
@@ -290,12 +290,12 @@ def gather_matmul_kernel(
 
 def launch_publish(x: Tensor, arena: DeviceArena, generation: int, call: int) -> None:
     """Begin a call: copy x[rows, columns] into this rank's block, then tell the peers."""
-    key = "publish", x.shape, generation, arena.processors
+    key = "publish", x.shape, generation, arena.processors, arena.reserved_processors
     if arena.launches.again(key, call, x):
         return
     block_columns = min(power_of_2(x.shape[1]), 4096)
     block_rows = max(_COPY_ELEMENTS // block_columns, 1)
-    programs = min(max(cdiv(x.shape[0], block_rows), 1), arena.processors or num_processors(x))
+    programs = arena.budget(x).programs(cdiv(x.shape[0], block_rows))
     arena.launches.first(
         key,
         {"p_x": x},
@@ -387,14 +387,16 @@ def launch_gather_matmul(
     columns, depth = matrix.shape[1], matrix.shape[0]
     bias = None if bias is None else bias.contiguous()
     sizes = matrix.shape, matrix.stride(), x.shape, shard_stride, num_tokens, first, piece, split_rows
-    key = "gather_matmul", how, generation, arena.processors, *sizes
+    key = "gather_matmul", how, generation, arena.processors, arena.reserved_processors, *sizes
     values = y, bias, matrix, x.data_ptr(), others.data_ptr()
     # A matrix with gaps in both dims is copied, below.
     if 1 in matrix.stride() and arena.launches.again(key, call, *values):
         return
     target = target_of(x)
     most = cdiv(num_tokens, arena.world)
-    config = exchange_config(most, columns, depth, arena.world, x.dtype, target, num_free=1)
+    config = exchange_config(
+        most, columns, depth, arena.world, x.dtype, target, reserved=arena.reserved_processors, beside_copies=True
+    )
     assert split_rows % config.block_m == 0, f"{split_rows} rows per flag, {config.block_m} per tile"
     right = Operand.of(matrix, target)
     # At least one, since every peer must be notified, even if there are no rows.
@@ -402,9 +404,7 @@ def launch_gather_matmul(
     tiles = arena.world * cdiv(piece, config.block_m) * cdiv(columns, config.block_n)
     item = x.element_size()
     aligned = all(n % 16 == 0 for n in (x.data_ptr(), others.data_ptr(), depth * item, shard_stride * item))
-    # One processor is left free for wait_kernel or fetch_kernel.
-    processors = (arena.processors or num_processors(x)) - 1
-    programs = max(min(processors * config.programs_per_processor(item, target), tiles), 1)
+    programs = arena.budget(x).programs(tiles, config.programs_per_processor(item, target), beside_copies=True)
     block_columns = min(power_of_2(depth), 2048)
     arena.launches.first(
         key,

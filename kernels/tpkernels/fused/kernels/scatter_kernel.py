@@ -27,7 +27,7 @@ from torch import Tensor
 from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused.configs import exchange_config, launch_options
 from tpkernels.fused.kernels.slots import add_own, num_own_parts
-from tpkernels.launch import INTERPRETED, cdiv, jit, num_processors, target_of, tl
+from tpkernels.launch import INTERPRETED, cdiv, jit, target_of, tl
 from tpkernels.ops.matmul.epilogue import finish, rounded
 from tpkernels.ops.matmul.kernel import Operand, num_parts
 from tpkernels.ops.matmul.tiles import multiply, place
@@ -283,7 +283,8 @@ def launch_matmul_scatter(
     gather_call = arena.gather_call
     sizes = [(t.shape, t.stride()) for term in terms for t in term]
     added = None if addend is None else addend.stride()
-    key = "scatter", num_tokens, first, piece, slot_elements, generation, gather_call, arena.processors, added, *sizes
+    room = arena.processors, arena.reserved_processors
+    key = "scatter", num_tokens, first, piece, slot_elements, generation, gather_call, *room, added, *sizes
     values = x, matrix, y, bias, addend, other_x, other_matrix
     # Operands with gaps in both dims are copied, below.
     is_read_in_place = all(1 in strides for _, strides in sizes)
@@ -291,16 +292,24 @@ def launch_matmul_scatter(
         return
     columns, target = matrix.shape[1], target_of(x)
     most, depth = cdiv(num_tokens, arena.world), sum(m.shape[0] for _, m in terms)
-    config = exchange_config(most, columns, depth, arena.world, x.dtype, target, num_terms=len(terms))
+    config = exchange_config(
+        most,
+        columns,
+        depth,
+        arena.world,
+        x.dtype,
+        target,
+        num_terms=len(terms),
+        reserved=arena.reserved_processors,
+    )
     lefts = [Operand.of(t, target) for t, _ in terms]
     rights = [Operand.of(m, target) for _, m in terms]
     arguments = [one.argument(config.block_m, config.block_k) for one in lefts]
     others = [one.argument(config.block_k, config.block_n) for one in rights]
     two = len(terms) == 2
     tiles = arena.world * max(cdiv(piece, config.block_m), 1) * max(cdiv(columns, config.block_n), 1)
-    # While a gather is under way, its wait_kernel or fetch_kernel needs a processor of its own.
-    processors = (arena.processors or num_processors(x)) - (gather_call != 0)
-    programs = max(min(processors * config.programs_per_processor(x.element_size(), target), tiles), 1)
+    fitting = config.programs_per_processor(x.element_size(), target)
+    programs = arena.budget(x).programs(tiles, fitting, beside_copies=gather_call != 0)
     # TMA descriptors are not tensors, so triton could not find the device from them.
     with torch.cuda.device_of(x):
         arena.launches.first(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tpkernels.exchange.device_arena import DeviceArena
-from tpkernels.launch import INTERPRETED, cdiv, jit, num_processors, only_if, run, tl, widened
+from tpkernels.launch import INTERPRETED, cdiv, jit, only_if, run, tl, widened
 from tpkernels.ops.matmul.configs import MatmulConfig
 from tpkernels.symmetric.signals_kernel import block_of, control_at, rank_of
 
@@ -162,8 +162,8 @@ def launch_sum_slots(
     Args:
         own: [rows, columns], without gaps.
     """
-    processors = arena.processors or num_processors(y)
-    programs = max(min(4 * processors, cdiv(y.numel(), _SUM_ELEMENTS)), 1)
+    # It waits for nobody: it may take what others want, for a while.
+    programs = max(min(4 * arena.budget(y).num_processors, cdiv(y.numel(), _SUM_ELEMENTS)), 1)
     run(
         sum_slots_kernel,
         (programs,),

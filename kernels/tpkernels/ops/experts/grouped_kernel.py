@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.launch import Target, cdiv, dot, jit, num_processors, power_of_2, run, target_of, tl
+from tpkernels.launch import Target, cdiv, dot, jit, num_processors, power_of_2, product_grid, run, target_of, tl
 from tpkernels.ops.matmul.configs import MatmulConfig, config_of
 from tpkernels.ops.matmul.epilogue import finish
 from tpkernels.ops.matmul.kernel import Operand, num_parts
@@ -216,13 +216,14 @@ def launch_grouped_matmul(
     also: tuple[Tensor, Tensor] | None = None,
     fixed: bool = False,
     config: MatmulConfig | None = None,
+    processors: int | None = None,
 ) -> Tensor:
     """Launch y[R, N] of x[R, K] and w[E, N, K], or w[E, K, N] if transposed; with `also` the sum of two products.
 
     Args:
         x, w: of one of KERNEL_DTYPES; copied if rows of x, or an expert's weight, have gaps.
         also: another x and w of the same shapes and dtype.
-        fixed, config: as launch_matmul.
+        fixed, config, processors: as launch_matmul.
 
     Returns: y, new and contiguous.
     """
@@ -248,7 +249,7 @@ def launch_grouped_matmul(
     x_block = (config.block_m, config.block_k)
     run(
         grouped_matmul_kernel,
-        grid_of(num_rows, num_experts, n, x, config),
+        grid_of(num_rows, num_experts, n, x, config, processors),
         y,
         rows.argument(*x_block),
         below.argument(*w_block),
@@ -316,14 +317,15 @@ def config_by_expert(
     )
 
 
-def grid_of(num_rows: int, num_experts: int, n: int, x: Tensor, config: MatmulConfig) -> tuple[int]:
+def grid_of(
+    num_rows: int, num_experts: int, n: int, x: Tensor, config: MatmulConfig, processors: int | None
+) -> tuple[int]:
     """Return the number of programs: at most as many as fit onto the GPU, or as there may be tiles."""
     if not num_rows:
         return (0,)
     # E + 1 groups, each of which may end with a tile that is not full.
     most_tiles = (num_rows + (num_experts + 1) * (config.block_m - 1)) // config.block_m * cdiv(n, config.block_n)
-    num_programs = num_processors(x) * config.programs_per_processor(x.element_size(), target_of(x))
-    return (min(most_tiles, num_programs),)
+    return product_grid(x, most_tiles, config.programs_per_processor(x.element_size(), target_of(x)), processors)
 
 
 @jit(do_not_specialize=["num_out", "num_in", "tiles_per_expert"])

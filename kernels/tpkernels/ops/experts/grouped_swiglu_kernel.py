@@ -149,13 +149,14 @@ def launch_grouped_swiglu(
     *,
     fixed: bool = False,
     config: MatmulConfig | None = None,
+    processors: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch h[R, F] = silu(x_r w_gate_e(r).T) * (x_r w_up_e(r).T); without checks.
 
     Args:
         x, w_gate, w_up: of one of KERNEL_DTYPES; copied if rows of x, or an expert's weight, have gaps.
         keeps_y: whether y[R, 2F] is stored too.
-        fixed, config: as launch_matmul.
+        fixed, config, processors: as launch_matmul.
 
     Returns: h and y; y has no elements if it is not stored.
     """
@@ -169,7 +170,7 @@ def launch_grouped_swiglu(
     gates, ups = gates._replace(by_tma=by_tma), ups._replace(by_tma=by_tma)
     run(
         grouped_swiglu_kernel,
-        grid_of(num_rows, num_experts, n, x, config),
+        grid_of(num_rows, num_experts, n, x, config, processors),
         h,
         y if keeps_y else None,
         rows.argument(config.block_m, config.block_k),

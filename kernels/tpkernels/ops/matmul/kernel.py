@@ -4,8 +4,9 @@
     C[M, N] += A[M, K] @ B[K, N]                                     accumulating, in float32, C in the operands' dtype
                                                                      or wider
 
-Persistent: as many programs as fit onto the GPU, each computing tiles of C one after another (tiles.py). The inner loop
-covers all of K, so nothing is added by atomics, and the order of a sum depends on K only.
+Persistent: as many programs as fit onto the GPU, each computing tiles of C one after another (tiles.py). Beside other
+communication there is a program for each tile: processors.py says why, and why no numbers are drawn from a counter. The
+inner loop covers all of K, so nothing is added by atomics, and the order of a sum depends on K only, not on the grid.
 
 TMA loads an operand if the target has it and the operand's rows begin at multiples of 16 bytes; else pointers do.
 """
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tpkernels.launch import Target, cdiv, jit, num_processors, run, target_of, tl
+from tpkernels.launch import Target, cdiv, jit, num_processors, product_grid, run, target_of, tl
 from tpkernels.ops.matmul.configs import MatmulConfig, config_of
 from tpkernels.ops.matmul.epilogue import finish
 from tpkernels.ops.matmul.tiles import described, may_be_described, multiply, place
@@ -166,6 +167,7 @@ def launch_matmul(
     dtype: torch.dtype | None = None,
     fixed: bool = False,
     config: MatmulConfig | None = None,
+    processors: int | None = None,
 ) -> Tensor:
     """Launch C[M, N] = A[M, K] @ B[K, N] + bias[N] + residual[M, N]; without checks.
 
@@ -177,6 +179,8 @@ def launch_matmul(
         dtype: of a new C; default a's.
         fixed: use the configuration that is the same for all sizes.
         config: use this one; `warp_specialize` is passed on if triton can compile it.
+        processors: how many processors its programs share; None: all, or a program for each tile if others may hold
+            some (launch.product_grid).
 
     Returns: C; `out` if given.
     """
@@ -185,23 +189,32 @@ def launch_matmul(
         out = torch.empty(m, n, dtype=dtype or a.dtype, device=a.device)
     elif out.stride(1) != 1 and n > 1:
         dense = out.contiguous() if accumulate else torch.empty(m, n, dtype=out.dtype, device=out.device)
-        launch_matmul(a, b, bias=bias, residual=residual, out=dense, accumulate=accumulate, fixed=fixed, config=config)
+        launch_matmul(
+            a,
+            b,
+            bias=bias,
+            residual=residual,
+            out=dense,
+            accumulate=accumulate,
+            fixed=fixed,
+            config=config,
+            processors=processors,
+        )
         return out.copy_(dense)
-    target, processors = target_of(a), num_processors(a)
+    target = target_of(a)
     left, right = Operand.of(a, target), Operand.of(b, target)
     if config is None:
         scattered = left.is_scattered or right.is_scattered
         config = None if fixed or scattered else tuned_config(a, n, left.by_rows, right.by_rows, accumulate)
         config = config or config_of(
-            m, n, k, a.dtype, target, fixed=fixed, scattered=scattered, num_processors=processors
+            m, n, k, a.dtype, target, fixed=fixed, scattered=scattered, num_processors=num_processors(a)
         )
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     num_tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
-    num_programs = processors * config.programs_per_processor(a.element_size(), target)
     run(
         matmul_kernel,
-        (min(num_tiles, num_programs),),
+        product_grid(a, num_tiles, config.programs_per_processor(a.element_size(), target), processors),
         out,
         left.argument(config.block_m, config.block_k),
         right.argument(config.block_k, config.block_n),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tpkernels.launch import cdiv, dot, jit, num_processors, run, target_of, tl
+from tpkernels.launch import cdiv, dot, jit, num_processors, product_grid, run, target_of, tl
 from tpkernels.ops.activation import activated
 from tpkernels.ops.matmul.configs import MatmulConfig, config_of
 from tpkernels.ops.matmul.kernel import Operand, num_parts
@@ -165,6 +165,7 @@ def launch_matmul_swiglu(
     kind: str = "silu",
     fixed: bool = False,
     config: MatmulConfig | None = None,
+    processors: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch h[T, F] = SwiGLU of x[T, D] and weight[2F, D]; without checks.
 
@@ -172,23 +173,24 @@ def launch_matmul_swiglu(
         x, weight: of one dtype of KERNEL_DTYPES, any strides; copied if rows have gaps.
         keeps_y: whether y[T, 2F] is stored too.
         kind: of the gate's activation, as activation.py.
-        fixed, config: as launch_matmul.
+        fixed, config, processors: as launch_matmul.
 
     Returns: h and y; y has no elements if it is not stored.
     """
     (m, k), n = x.shape, len(weight) // 2
     h = torch.empty(m, n, dtype=x.dtype, device=x.device)
     y = torch.empty((m, 2 * n) if keeps_y else 0, dtype=x.dtype, device=x.device)
-    target, processors = target_of(x), num_processors(x)
+    target = target_of(x)
     rows, columns = (Operand.of(_with_dense_rows(matrix), target) for matrix in (x, weight))
     if config is None:
         scattered = rows.is_scattered or columns.is_scattered
         config = config_of(
-            m, n, k, x.dtype, target, fixed=fixed, gated=True, scattered=scattered, num_processors=processors
+            m, n, k, x.dtype, target, fixed=fixed, gated=True, scattered=scattered, num_processors=num_processors(x)
         )
+    num_tiles = cdiv(m, config.block_m) * cdiv(n, config.block_n)
     run(
         matmul_swiglu_kernel,
-        (min(cdiv(m, config.block_m) * cdiv(n, config.block_n), processors * 8 // config.num_warps),),
+        product_grid(x, num_tiles, 8 // config.num_warps, processors),
         h,
         y if keeps_y else None,
         rows.argument(config.block_m, config.block_k),

@@ -168,6 +168,30 @@ def check_small_tiles(device: str, dtype: torch.dtype) -> None:
     assert bool((tail[:150] == 1).all()) and not bool(tail[150:].any())
 
 
+def check_grids(device: str) -> None:
+    """The same bits by any number of programs: random numbers, whose sums another order would round otherwise."""
+    offsets = offsets_of("zipf", 70, 4, device)
+    generator = torch.Generator().manual_seed(0)
+    x, w, v = (
+        torch.randn(shape, generator=generator).to(device, torch.float16)
+        for shape in ((75, 100), (4, 72, 100), (4, 72, 100))
+    )
+    first: list[Tensor] = []
+    for processors in (1, 3, 40):
+        with unwritten_is_nan():
+            got = [
+                launch_grouped_matmul(x, w, offsets, config=SMALL_TILES, processors=processors),
+                *launch_grouped_swiglu(x, w, v, offsets, True, config=SMALL_TILES, processors=processors),
+            ]
+        first = first or got
+        assert all(torch.equal(one, other) for one, other in zip(got, first, strict=True)), processors
+
+
+@pytest.mark.parametrize("rung", ["interpreter", "gpu"], indirect=True)
+def test_bits_do_not_depend_on_the_number_of_programs(rung: Rung) -> None:
+    rung(check_grids)
+
+
 @pytest.mark.parametrize("rung", ["interpreter", "gpu"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_small_tiles(rung: Rung, dtype: torch.dtype) -> None:
