@@ -6,6 +6,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tpkernels.processors import Budget
+
 from support.nccl.machine import PROCESSORS
 from support.nccl.program import COMPUTE, COPIES, HostWait, Launch, Program, Word
 from support.nccl.record import Began, Called, Computed, Entry, HostWaited, Joined, Kernel, Record, Waited
@@ -15,6 +17,8 @@ from tpengine.distributed.nccl_limits import processors_of_groups, reserved_proc
 
 # What NCCL takes at most where nothing limits it.
 _MOST = 32
+# Tiles of a product that is large enough to use every processor.
+_MANY = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Holdings:
     def as_engine(cls, parallel: ParallelConfig, kv_replicas: int = 1) -> Holdings:
         """Return what the engine lets NCCL hold in a layout, and leaves free for it and for copies."""
         limits = processors_of_groups(Shape.of(parallel), kv_replicas, spans_hosts=False)
-        return cls(limits=limits, of_fused=PROCESSORS - reserved_processors(limits) - 1)
+        budget = Budget(PROCESSORS, reserved_processors(limits))
+        return cls(limits=limits, of_fused=budget.programs(_MANY, beside_copies=True))
 
     def at_most(self, group: str) -> int:
         """Return the most processors that an operation of a group takes."""
