@@ -24,7 +24,8 @@ from support.nccl.record import Called, Kernel, Record
 from support.nccl.recording import record_run
 from support.ranks.rank_pool import RankPool
 
-from tpengine.config import Config
+from tpengine.config import Config, validate
+from tpengine.config.settings import ModelDetails
 from tpengine.layout.parameters import kv_replicas
 from tpengine.plan import SCHEDULES
 
@@ -49,11 +50,22 @@ def layout(
     return replace(config, train=replace(config.train, dtype="float32", eval_micro_batches=2))
 
 
+def with_experts(config: Config, ep: int) -> Config:
+    """The layout of a model in which every token chooses two of four experts, which ep ranks share."""
+    details = ModelDetails(num_experts=4, experts_per_token=2, expert_ffn_size=24, normalizes_scores=True)
+    model = replace(config.model, architecture="qwen3_moe", details=details, tie_embeddings=False)
+    parallel = replace(config.parallel, ep=ep)
+    assert parallel.tp and parallel.pp and parallel.dp
+    return validate(replace(config, model=model, parallel=parallel), parallel.tp * parallel.pp * parallel.dp)
+
+
 LAYOUTS = {
     "all axes, fused": layout(2, 2, 2, zero=2, num_micro_batches=2),
     "all axes, plain, kv replicas": layout(2, 2, 2, tp_comm="plain", kv_heads=1),
     "four stages": layout(1, 1, 4, schedule="interleaved"),
     "stages of fused ranks, split backward": layout(1, 2, 2, schedule="zb-h1"),
+    "experts of tp ranks": with_experts(layout(1, 2, 2, tp_comm="plain"), 2),
+    "experts of all ranks of a stage": with_experts(layout(2, 2, 2, tp_comm="plain", zero=1), 4),
     "slices that come and go": layout(2, 1, 2, schedule="zbv", zero=3, num_micro_batches=2),
 }
 
@@ -172,7 +184,7 @@ SIZES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(map(str, sizes)))
 def test_every_run_ends(ranks: RankPool, schedule: str, sizes: tuple[int, int, int, str, int]) -> None:
     dp, tp, pp, tp_comm, zero = sizes
     for num_micro_batches in (pp, 2 * pp):
