@@ -109,6 +109,15 @@ def test_links_and_reductions_take_the_time_asked_for(capsys: pytest.CaptureFixt
     assert "stage 0 waits" in lines[5] or "stage 1 waits" in lines[5]
 
 
+def test_one_communicator_takes_longer_than_one_for_each_direction(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--schedule", "zb-h1", "--pp", "4", "--micro-batches", "16", "--link", "0.1"]
+    pair, default, direction, one = (
+        float(schedule(capsys, *argv, *channels)[4].split()[1])
+        for channels in (["--channels", "pair"], [], ["--channels", "direction"], ["--channels", "one"])
+    )
+    assert pair == default == direction < one
+
+
 def test_a_picture_is_drawn_and_the_plan_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture, text = tmp_path / "out.svg", tmp_path / "plan.txt"
     held = "saved=2e9,resident=1e9,boundary=1e6"

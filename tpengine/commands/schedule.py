@@ -51,6 +51,7 @@ from tpengine.plan import (
 from tpengine.plan.actions import COMPUTE
 from tpengine.planner import ChunkBytes, Costs, StepFigures, simulate
 from tpengine.planner.advice.question import AXES
+from tpengine.planner.costs import Channels
 from tpengine.planner.draw import (
     Picture,
     bytes_text,
@@ -83,7 +84,7 @@ _BYTES: Mapping[str, float] = {"saved": 0.0, "deferred": 0.0, "working": 0.0, "r
 _DEFAULTS: Mapping[str, str | int] = {"schedule": "1f1b", "pp": DEFAULT_STAGES, "micro_batches": 8}
 
 # Options that cannot be combined with a profile or a model, besides --times.
-_NOMINAL = ("link", "latency", "reduce", "bytes")
+_NOMINAL = ("link", "latency", "channels", "reduce", "bytes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +106,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     costs.add_argument(
         "--latency", type=_time, default=0.0, metavar="T", help="time until the first byte has arrived (default 0)"
+    )
+    costs.add_argument(
+        "--channels",
+        choices=tuple(Channels),
+        metavar="pair|direction|one",
+        help="which transfers of a rank wait for each other: pair (the default) as over gloo, direction as over NCCL",
     )
     costs.add_argument("--reduce", type=_time, default=0.0, metavar="T", help="reduction of a chunk's bucket (0)")
     costs.add_argument(
@@ -359,6 +366,7 @@ def _costs(schedule: Schedule, args: argparse.Namespace) -> Costs:
         compute=_durations(schedule, args.times),
         latency=args.latency,
         bytes_per_time=num_bytes / args.link if args.link else math.inf,
+        channels=Channels(args.channels or Channels.PAIR),
         reductions=dict.fromkeys(range(len(ranks)), args.reduce),
         activations={
             chunk: ChunkBytes(

@@ -25,9 +25,9 @@ What is gained where each direction of a pair of ranks is a channel of its own (
 a tenth of a forward, gpipe, zb-h1 and zbv (m > p) end when they would end with all receives posted before the first
 action. 1f1b loses up to a quarter more than that. interleaved may lose a tenth of the step where all receives posted
 first would lose some per cent, because in its ring some rank always posts just in time (p to 8, m to 32, v to 4).
-NCCL runs all transfers of a rank one after another in one communicator. With it gpipe and interleaved gain, and zb-h1
-loses, because its early receives hold up sends: some per cent of a step, never the plan itself. There each direction
-needs a communicator of its own, which does not exist yet.
+NCCL runs all transfers of a rank in one communicator one after another. There early receives are what lets a plan end
+at all, but they hold up sends, some per cent of a step. With a communicator for each direction they do not
+(README.md beside this file has the figures).
 
 No plan that is built this way can deadlock.
     Blocking rendezvous: consider the first action in the order that is not done. Its ranks have done everything before

@@ -1,7 +1,7 @@
 """The planner: what a plan will take, in time and memory, before anything runs; and what to change. No torch.
 
-costs.py (the durations and sizes of a step, links), simulator.py and memory.py turn a plan into a timeline; figures.py
-computes its totals.
+costs.py (the durations and sizes of a step), simulator.py, links.py (when transfers run) and memory.py turn a plan
+into a timeline; figures.py computes its totals.
 
 modelled/   costs from a configuration and a machine
 machine/    machines by name and by file

@@ -4,7 +4,7 @@ The time of an event is the latest end of what it waits for. So a rank is played
 not known yet, and continued when it is. These run at the same time:
 
     compute      each rank's list, in order; posting takes no time, WAIT blocks
-    transfers    one in-order channel for each ordered pair of ranks (costs.py: Links)
+    transfers    in order on the channels of the transport: of a pair of ranks, a direction, or a rank (links.py)
     reductions   with gathers, one in-order stream per rank, as over one communicator. The gathers of an action begin
                  when it begins, the k-th of its n reductions at (k+1)/n of its duration
     meetings     TIE_REDUCE blocks until all ranks that share the parameter have arrived, CLIP until all ranks have
@@ -23,7 +23,8 @@ from dataclasses import dataclass, field, replace
 from tpengine.plan.actions import COMPUTE, SENDS, TRANSFERS, Action, Kind
 from tpengine.plan.clock import RankTimeline, Span, Timeline
 from tpengine.plan.plan import Plan
-from tpengine.planner.costs import CausedSpan, Costs, Links, unit_costs
+from tpengine.planner.costs import Costs, unit_costs
+from tpengine.planner.links import CausedSpan, Links
 from tpengine.planner.memory import memory_curve
 
 

@@ -23,7 +23,7 @@ from tpengine.layout.parameters import ParameterSpec, chunk_specs
 from tpengine.layout.step_plan import Layout
 from tpengine.plan import Bucket, Kind, Plan, Recompute
 from tpengine.planner import ChunkBytes, Costs
-from tpengine.planner.costs import spec_bytes
+from tpengine.planner.costs import Channels, spec_bytes
 from tpengine.planner.machine import Machine
 from tpengine.planner.modelled.costs import StepCosts, crosses_nodes
 
@@ -76,6 +76,11 @@ class EngineCosts(StepCosts):
     def communicator_bytes(self) -> int:
         """Return nothing: published figures of memory are torch's allocator's."""
         return 0
+
+    @property
+    def channels(self) -> Channels:
+        """Return that of pairs: these engines post a send and a receive of one moment together, in one batch."""
+        return Channels.PAIR
 
     def activation_bytes(self) -> dict[int, ChunkBytes]:
         """Return what a micro-batch holds, by chunk."""

@@ -145,12 +145,14 @@ def _group(boxed: Any) -> Any:
 
 
 @contextlib.contextmanager
-def fake_rank(rank: int, world: int, *, splits: bool = False) -> Iterator[Recorder]:
+def fake_rank(rank: int, world: int, recorder: Recorder | None = None, *, splits: bool = False) -> Iterator[Recorder]:
     """Be one rank of a fake default group, without any memory shared with others; the group before comes back.
 
-    splits: groups are split off the default group, as over NCCL, and have NCCL's limits.
-
     Use it in a worker of the pool: it takes the process's default group.
+
+    Args:
+        recorder: notes the calls; default a new one.
+        splits: groups are split off the default group, as over NCCL, and have NCCL's limits.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -168,10 +170,10 @@ def fake_rank(rank: int, world: int, *, splits: bool = False) -> Iterator[Record
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("fake", store=store, rank=rank, world_size=world)
         try:
-            with Recorder() as recorder:
-                patch.setattr(dist, "all_reduce", recorder.all_reduce)
-                patch.setattr(dist, "split_group", recorder.split_group)
-                yield recorder
+            with recorder or Recorder() as noting:
+                patch.setattr(dist, "all_reduce", noting.all_reduce)
+                patch.setattr(dist, "split_group", noting.split_group)
+                yield noting
         finally:
             dist.destroy_process_group()
             store = dist.HashStore()  # type: ignore[attr-defined]

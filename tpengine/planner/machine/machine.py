@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from tpkernels.work import Work, matmul_work
 
+from tpengine.planner.costs import Channels
 from tpengine.planner.machine.measured import Curve, Measured
 
 # Tiles of libraries' matmuls, and their rates beside the largest one's. A smaller tile reads more from shared memory
@@ -217,6 +218,11 @@ class Machine:
     reduce_share: float = 0.0
     nccl_bytes_per_s_per_processor: float = 0.0
     recorded: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def channels(self) -> Channels:
+        """Return which messages of a pipeline run one after another: on GPUs NCCL carries them, by direction."""
+        return Channels.DIRECTION if self.is_asynchronous else Channels.PAIR
 
     def touching(self, num_bytes: float) -> Machine:
         """Return the machine as a rank finds it that touches so many bytes between two uses of a tensor.

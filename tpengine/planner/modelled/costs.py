@@ -28,6 +28,7 @@ from tpengine.layout.step_plan import Layout, counts_bytes, gradient_bytes, num_
 from tpengine.layout.update_work import update_work
 from tpengine.plan import Bucket, Chunk, CountBucket, Kind, Plan, Reduced, Weights
 from tpengine.planner import ChunkBytes, Costs
+from tpengine.planner.costs import Channels
 from tpengine.planner.machine import CPU_CORE, Link, Machine
 from tpengine.planner.modelled.activations import activation_bytes
 from tpengine.planner.modelled.caches import prepared_bytes, prepares, touched_bytes
@@ -209,6 +210,7 @@ class StepCosts:
             latency=machine.within.latency_s,
             bytes_per_time=self._of_group(machine.within, "pp").bytes_per_s,
             links=_links_between_nodes(layout, plan, machine, self._of_group(machine.between, "pp")),
+            channels=self.channels,
             reductions={b.index: self.reduction_seconds(b) for b in plan.buckets if b.reduced is not Reduced.NEVER}
             | {counts.index: self._counts_seconds(counts) for counts in plan.counts},
             gathers={
@@ -235,6 +237,11 @@ class StepCosts:
         """Return what F, B, I and W of each chunk take."""
         seconds = action_seconds(self.config, self.layout, self.plan, self.machine, self.packed, self.load)
         return {key: of.total for key, of in seconds.items()}
+
+    @property
+    def channels(self) -> Channels:
+        """Return which messages run one after another."""
+        return self.machine.channels
 
     def activation_bytes(self) -> dict[int, ChunkBytes]:
         """Return what a micro-batch holds, by chunk."""
