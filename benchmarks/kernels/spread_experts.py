@@ -187,8 +187,8 @@ class _Layer:
 
     def products(self) -> list[Tensor]:
         """Compute the experts' products alone, forward and backward."""
-        ys = self.layer.experts(self._rows, self._offsets)
-        return list(torch.autograd.grad(ys, [self._rows, *self.layer.experts.parameters()], ys.detach()))
+        ys = self.layer.networks(self._rows, self._offsets)
+        return list(torch.autograd.grad(ys, [self._rows, *self.layer.networks.parameters()], ys.detach()))
 
     def check(self) -> None:
         """Raise unless the layer repeats its bits, and has those without the exchange."""
@@ -235,7 +235,11 @@ def _replayed(returned: list[Any]) -> Iterator[None]:
         combine_backward(dy, ys, routes.order, routes.places, routes.weights)
         return next(coming)
 
-    calls = {"rows_to_experts": taken, "rows_to_sums": summed, "combine_gradients": weighed}
+    calls: dict[str, Callable[..., Any]] = {
+        "rows_to_experts": taken,
+        "rows_to_sums": summed,
+        "combine_gradients": weighed,
+    }
     with _instead({"exchange_counts": lambda *_: next(coming), **calls}):
         yield
 

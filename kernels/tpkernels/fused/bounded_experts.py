@@ -134,7 +134,7 @@ def _combine_backward(
 ) -> tuple[Tensor, Tensor]:
     routes = _routes(order, places, weights, segments, offsets, spilled, bound, most_tokens)
     dh, dweights = combine_gradients(dy, ys, routes, communicator_named(group))
-    assert dweights is not None, "asked for"
+    assert dh is not None and dweights is not None, "asked for"
     return dh, dweights
 
 

@@ -55,15 +55,16 @@ def rows_to_sums(
 
 @torch.no_grad()
 def combine_gradients(
-    dy: Tensor, ys: Tensor, routes: Routes, comm: Communicator, *, of_weights: bool = True
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of weighted sums: dh[R', D] at the experts' owner, dweights[t, k] if it is asked for.
+    dy: Tensor, ys: Tensor, routes: Routes, comm: Communicator, *, of_weights: bool = True, of_rows: bool = True
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of weighted sums: dh[R', D] at the experts' owner, and dweights[t, k].
 
     Args:
         dy: [t, D].
         ys: [R, D], as rows_to_sums returned it.
+        of_weights, of_rows: as exchange.experts.combine_gradients.
     """
     if not isinstance(routes, BoundedRoutes):
-        return exact.combine_gradients(dy, ys, routes, comm, of_weights=of_weights)
-    dh = take_rows(dy, routes, comm, scaled=True)
+        return exact.combine_gradients(dy, ys, routes, comm, of_weights=of_weights, of_rows=of_rows)
+    dh = take_rows(dy, routes, comm, scaled=True) if of_rows else None
     return dh, launch_weight_gradients(dy, ys, routes.places, routes.weights) if of_weights else None
