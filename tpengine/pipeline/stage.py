@@ -13,6 +13,7 @@ own for the other actions (gradient buckets, clipping, the update).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -200,10 +201,11 @@ class RankPipeline:
     ) -> None:
         self.stages = stages
         self._plan, self._training, self._halves = plan, plan.training, halves
-        self._on_receive = on_receive
         self._live: set[tuple[int, int]] = set()
         self.most_live = 0
-        self._transfers = Transfers(plan, rank, group, self._fetch, self._deliver, device, mailbox, backward)
+        # Not methods of this object: in a circle with it, received tensors would stay until a garbage collection.
+        ends = functools.partial(_fetch, stages), functools.partial(_deliver, stages, on_receive)
+        self._transfers = Transfers(plan, rank, group, *ends, device, mailbox, backward)
 
     def handlers(self) -> dict[Kind, Handler]:
         """Return the handlers of compute actions and transfers; a WAIT's handler calls `wait_for` per transfer."""
@@ -271,15 +273,15 @@ class RankPipeline:
         for transfer in action.subs:
             self._transfers.wait(transfer)
 
-    def _fetch(self, action: Action) -> Tensor:
-        chunk, microbatch = action.piece
-        stage = self.stages[chunk]
-        take = stage.take_output if action.kind is Kind.SEND_F else stage.take_input_grad
-        return take(microbatch)
 
-    def _deliver(self, action: Action, tensor: Tensor) -> None:
-        chunk, microbatch = action.piece
-        stage = self.stages[chunk]
-        self._on_receive(tensor)
-        receive = stage.receive_input if action.kind is Kind.RECV_F else stage.receive_output_grad
-        receive(microbatch, tensor)
+def _fetch(stages: Mapping[int, Stage], action: Action) -> Tensor:
+    stage, microbatch = stages[action.piece[0]], action.piece[1]
+    take = stage.take_output if action.kind is Kind.SEND_F else stage.take_input_grad
+    return take(microbatch)
+
+
+def _deliver(stages: Mapping[int, Stage], on_receive: Callable[[Tensor], None], action: Action, tensor: Tensor) -> None:
+    stage, microbatch = stages[action.piece[0]], action.piece[1]
+    on_receive(tensor)
+    receive = stage.receive_input if action.kind is Kind.RECV_F else stage.receive_output_grad
+    receive(microbatch, tensor)
