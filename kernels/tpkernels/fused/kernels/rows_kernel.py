@@ -51,8 +51,8 @@ _UNALIGNED_ELEMENTS = 1024
 # Comparisons of rows with segments at a time, 8 per thread; with twice as many, and rows, sm_90 has to spill.
 _COMPARISONS = 1024
 _MOST_ROWS = 8
-# Programs of a processor: rows come from afar, and few are on their way at a time in each. Not tuned on GPUs yet. Beside
-# other communication it is one (processors.py).
+# Programs of a processor: rows come from afar, and few are on their way at a time in each. Not tuned on GPUs yet.
+# Beside other communication it is one (processors.py).
 _PROGRAMS_PER_PROCESSOR = 1 if INTERPRETED else 4
 
 
