@@ -32,6 +32,7 @@ class RankFacts:
         processors: its streaming multiprocessors.
         nccl: NCCL's version; empty without.
         driver: the newest version of CUDA that the driver knows.
+        users_limit: processors that the user's environment allows each of NCCL's groups; 0 for no limit.
     """
 
     host: str
@@ -41,6 +42,7 @@ class RankFacts:
     processors: int = 0
     nccl: str = ""
     driver: str = ""
+    users_limit: int = 0
 
 
 def all_facts(store: Any, own: RankFacts, rank: int, world_size: int) -> list[RankFacts]:
@@ -82,7 +84,7 @@ def problem_of(facts: Sequence[RankFacts], axes: Axes, processors: Mapping[str, 
             f"all ranks must compute on one kind of device: {_named(with_gpu, facts)} on GPUs, {_named(others, facts)} "
             "on CPUs: use --device cpu, or hosts that all have GPUs"
         )
-    return _versions(facts) or _kinds(facts, axes) or _processors(facts, processors, reserved)
+    return _versions(facts) or _limits(facts) or _kinds(facts, axes) or _processors(facts, processors, reserved)
 
 
 def cards(facts: Sequence[RankFacts]) -> set[tuple[str, str]]:
@@ -98,6 +100,19 @@ def _versions(facts: Sequence[RankFacts]) -> str:
         return ""  # ranks that share a card do not use NCCL
     said = ", ".join(f"{nccl or 'none'} on {_named(ranks, facts)}" for nccl, ranks in ranks_of.items())
     return f"all hosts must have one version of NCCL: {said}: install the same torch and nvidia-nccl on all"
+
+
+def _limits(facts: Sequence[RankFacts]) -> str:
+    ranks_of: dict[int, list[int]] = {}
+    for rank, of in enumerate(facts):
+        ranks_of.setdefault(of.users_limit, []).append(rank)
+    if len(ranks_of) == 1:
+        return ""
+    said = ", ".join(f"{limit or 'none'} on {_named(ranks, facts)}" for limit, ranks in ranks_of.items())
+    return (
+        "all ranks must limit NCCL's processors alike, since kernels leave as many free on each: NCCL_MAX_CTAS or "
+        f"NCCL_MAX_NCHANNELS is {said}: export the same on all hosts"
+    )
 
 
 def _kinds(facts: Sequence[RankFacts], axes: Axes) -> str:
