@@ -1,6 +1,7 @@
 """What ranks tell each other before they make process groups: host, GPU, NCCL; and what of it cannot work. No torch.
 
-Each rank writes one record to the store where the ranks have met, and reads those of all. All ranks then find the same
+Each rank writes one record to the store where the ranks have met, and reads those of all, put together by rank 0. What
+hosts tell each other was asked before (hosts.py); this is of ranks, once CUDA has begun on each. All then find the same
 mistake, in one line, before any of them waits for another within NCCL, which would say it later and less plainly.
 """
 
@@ -52,9 +53,13 @@ def all_facts(store: Any, own: RankFacts, rank: int, world_size: int) -> list[Ra
         store: where the ranks have met.
         own: this rank's.
         rank, world_size: its place.
+
+    Cost: rank 0 asks the store for each, all others once: for as many answers as ranks, not their square.
     """
     store.set(f"facts/{rank}", json.dumps(asdict(own)))
-    found = [RankFacts(**json.loads(store.get(f"facts/{other}"))) for other in range(world_size)]
+    if rank == 0:
+        store.set("facts", json.dumps([json.loads(store.get(f"facts/{other}")) for other in range(world_size)]))
+    found = [RankFacts(**of) for of in json.loads(store.get("facts"))]
     store.add("facts read", 1)
     return found
 
