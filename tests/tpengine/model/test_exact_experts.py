@@ -240,14 +240,14 @@ def rows_of_two_replicas_in_one_product() -> Iterator[None]:
     inner = GradientSink.grouped_weight_grad
     waiting: dict[Tensor, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def joined(self: GradientSink, param: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, *, fixed: bool) -> None:
+    def joined(self: GradientSink, param: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, **sizes: Any) -> None:
         if param not in waiting:
             waiting[param] = dy, x, offsets
             self._counted(self._places[param][1])
             return
         first_dy, first_x, firsts = waiting.pop(param)
         dy, x = (by_expert(of, firsts, other, offsets) for of, other in ((first_dy, dy), (first_x, x)))
-        inner(self, param, dy, x, firsts + offsets, fixed=fixed)
+        inner(self, param, dy, x, firsts + offsets, **sizes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GradientSink, "grouped_weight_grad", joined)

@@ -75,7 +75,7 @@ def product(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
     y = _by_onednn(x, matrix)
     if y is not None:
         return y if out is None else out.copy_(y)
-    plain = _for_mkl(matrix, x.shape[0])
+    x, plain = _without_gaps(x), _without_gaps(_for_mkl(matrix, x.shape[0]))
     return torch.mm(x, plain) if out is None else torch.mm(x, plain, out=out)
 
 
@@ -87,7 +87,7 @@ def accumulate_product(out: Tensor, x: Tensor, matrix: Matrix) -> Tensor:
     y = _by_onednn(x, matrix)
     if y is not None:
         return out.add_(y)
-    return out.addmm_(x, _for_mkl(matrix, x.shape[0]))
+    return out.addmm_(_without_gaps(x), _without_gaps(_for_mkl(matrix, x.shape[0])))
 
 
 def rows_are_independent(matrix: Matrix, num_rows: int, parts: Sequence[int]) -> bool:
@@ -116,6 +116,17 @@ def _parts_give_the_same(
     x = torch.randn(num_rows, shape[0], generator=generator)
     matrix = PreparedMatrix(torch.randn(shape, generator=generator), prepared_rows)
     return torch.equal(product(x, matrix), torch.cat([product(part, matrix) for part in x.split(parts)]))
+
+
+def _without_gaps(x: Tensor) -> Tensor:
+    """Return a matrix of 16 bits whose rows, or columns, have no gaps on a CPU: itself, or a copy.
+
+    With Intel's AMX torch.mm (oneDNN 3.12) reads beyond a row in bfloat16 and multiplies what it finds by zero. NaN in
+    a gap is NaN in the product then.
+    """
+    if x.dtype.itemsize != 2 or x.is_cuda or x.is_contiguous() or x.t().is_contiguous():
+        return x
+    return x.contiguous()
 
 
 def _for_mkl(matrix: Matrix, num_rows: int) -> Tensor:

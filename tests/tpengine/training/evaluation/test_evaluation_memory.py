@@ -54,10 +54,10 @@ def peak_with_a_copy(config: Config, evaluates: bool) -> tuple[int, int]:
     """The same where an evaluation computes with a copy of the weights."""
     real = between_steps.held_out_losses
 
-    def copying(state: TrainState, forward: Any) -> HeldOutLoss:
+    def copying(state: TrainState, *others: Any) -> HeldOutLoss:
         copies = [parameter.clone() for parameter in state.model.parameters()]
         assert copies
-        return real(state, forward)
+        return real(state, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(between_steps, "held_out_losses", copying)
