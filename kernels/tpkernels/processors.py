@@ -6,7 +6,8 @@ circle. So everything that may wait is counted, in one sum. On one GPU, at any t
 
     waits for other ranks while it holds processors          one at a time of each          holds at most
     publish_kernel (in a barrier), gather_matmul_kernel,     the stream that computes       num - reserved - 1
-        matmul_scatter_kernel, a kernel of one's own
+        matmul_scatter_kernel, take_kernel, return_kernel,
+        counts_kernel, a kernel of one's own
     wait_kernel (stream_waits.py has waits without it), or   the stream that copies         1
         fetch_kernel where reserved is 0
     an operation of the communication library                each communicator's stream     its blocks (NCCL: max_ctas),

@@ -26,6 +26,8 @@ from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.copies import CopiedArea, Fetch
 from tpkernels.exchange.device_arena import DeviceArena
 from tpkernels.fused import gather
+from tpkernels.fused.kernels.counts_kernel import launch_counts
+from tpkernels.fused.kernels.rows_kernel import launch_return, launch_take
 from tpkernels.fused.scatter import scatter_by_kernels
 from tpkernels.fused.strategy import decide
 from tpkernels.launch import Target, num_processors, observed
@@ -70,7 +72,7 @@ class NotedCopies:
 
 
 def launches_of(target: Target, reserved: int) -> tuple[int, list[list[Launched]]]:
-    """The processors of a target's GPU, and what each fused call launches there: gathers, scatters, and both."""
+    """The processors of a target's GPU, and what each fused call launches there: gathers, scatters, both, and rows."""
     calls: list[list[Launched]] = []
     copies = NotedCopies()
 
@@ -83,7 +85,7 @@ def launches_of(target: Target, reserved: int) -> tuple[int, list[list[Launched]
         arena.processors, arena.reserved_processors = None, reserved
         for dtype in (torch.bfloat16, torch.float32):
             for tokens in (64, 4096):
-                for call in (gathered, pushed, scattered, both):
+                for call in (gathered, pushed, scattered, both, moved):
                     for engine_bytes in (0, 1 << 60):
                         arena.engine_bytes = engine_bytes
                         calls.append([])
@@ -117,6 +119,16 @@ def both(arena: DeviceArena, tokens: int, dtype: torch.dtype) -> None:
     gather.start_gather(empty(tokens // WORLD, 1024, dtype=dtype), arena, tokens, "all_gather_matmul")
     scattered(arena, tokens, dtype)
     gather.finish_gather(arena)
+
+
+def moved(arena: DeviceArena, tokens: int, dtype: torch.dtype) -> None:
+    """Rows of experts: one call after another."""
+    own, k, num_experts = tokens // WORLD, 2, 8
+    x, rows = empty(own, 1024, dtype=dtype), empty(tokens * k, 1024, dtype=dtype)
+    order = empty(own * k, dtype=torch.int32)
+    segments, offsets, spilled = launch_counts(empty(num_experts, dtype=torch.int32), len(rows), arena, 0, 1)
+    launch_take(rows, x, order, None, segments, offsets, arena, k, 4096, 0, 0, 1)
+    launch_return(rows, len(order), segments, offsets, spilled, arena, 0, 1)
 
 
 def waits(kernel: Any) -> bool:
@@ -159,7 +171,7 @@ def overdrawn(target: Target, reserved: int) -> list[str]:
 def test_kernels_that_wait_are_found() -> None:
     _, calls = launches_of(TARGETS[1], 8)
     found = {one.kernel.fn.__name__: waits(one.kernel) for call in calls for one in call}
-    waiting = ("publish", "gather_matmul", "matmul_scatter", "fetch", "wait")
+    waiting = ("publish", "gather_matmul", "matmul_scatter", "fetch", "wait", "counts", "take", "return")
     assert found == {f"{name}_kernel": True for name in waiting}
     from tpkernels.fused.kernels.slots import sum_slots_kernel
     from tpkernels.ops.matmul.kernel import matmul_kernel
@@ -185,6 +197,7 @@ def test_alone_they_take_what_they_did() -> None:
     assert (grids["publish_kernel"], grids["wait_kernel"], grids["fetch_kernel"]) == (num, 1, WORLD * 8)
     # Two programs of 4 warps fit onto a processor.
     assert (grids["gather_matmul_kernel"], grids["matmul_scatter_kernel"]) == (2 * (num - 1), 2 * num)
+    assert (grids["counts_kernel"], grids["take_kernel"], grids["return_kernel"]) == (1, 4 * num, 4 * num)
 
 
 def test_a_budget_that_is_overdrawn_is_found(monkeypatch: pytest.MonkeyPatch, count_mutations: CountMutations) -> None:

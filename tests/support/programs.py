@@ -20,6 +20,7 @@ from support.ranks.hosts import Host
 from support.ranks.preloaded import Program, preloaded
 from support.ranks.progress import LOOK_SECONDS, Progress, kill_family
 from support.ranks.rank_pool import environment_of_ranks
+from tpengine.distributed.launch import GLOO_INTERFACE
 
 OF_LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """Variables that a launcher sets for its ranks."""
@@ -46,7 +47,10 @@ class Running:
         host: Host | None = None,
         **variables: str,
     ) -> None:
-        inherited = {key: value for key, value in os.environ.items() if key not in OF_LAUNCHERS}
+        namespaces = () if host is None else host.namespaces
+        # What a rank of this process has chosen for this host is no interface of another.
+        left_out = (*OF_LAUNCHERS, GLOO_INTERFACE) if namespaces else OF_LAUNCHERS
+        inherited = {key: value for key, value in os.environ.items() if key not in left_out}
         environment = {**inherited, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
         self._directory = tempfile.TemporaryDirectory(prefix="program-")
         files = [Path(self._directory.name, name) for name in ("output", "errors")]
@@ -54,7 +58,6 @@ class Running:
             file.touch()
         self._output, self._errors = files
         to = str(output or self._output), str(self._errors)
-        namespaces = () if host is None else host.namespaces
         program = Program(str(cwd or os.getcwd()), environment, module, arguments, *to, namespaces=namespaces)
         rank = int(variables.get("RANK") or variables.get("SLURM_PROCID") or 0)
         _, self._connection = preloaded(environment_of_ranks(), rank).fork(program)

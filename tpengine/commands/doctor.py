@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from tpengine.commands.doctor_arguments import check_out, out_of
+from tpengine.commands.doctor_arguments import check_out, check_written, out_of
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.launcher import is_started, run_ranks_here, taken_nproc
 from tpengine.doctor.archive import write_archive
@@ -45,6 +45,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         from tpengine.commands.doctor_rank import examine
 
         return examine(args, launch)
+    check_written(out_of(args))
     num_ranks, _ = taken_nproc([] if args.nproc is None else ["--nproc", args.nproc])
     if num_ranks is None:
         num_ranks = (num_gpus() if args.device != "cpu" else 0) or _RANKS_ON_CPU

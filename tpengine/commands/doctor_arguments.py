@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tpengine.commands.parsing import Parser, dtype
+from tpengine.files import try_to_write
 
 DESCRIPTION = (
     "Look at this machine, alone or by torchrun on several hosts: limits, shared memory, GPUs and what links them, "
@@ -74,3 +75,18 @@ def check_out(out: Path) -> None:
         raise ValueError(f"--out must be a file that ends in .toml: {out} is {what}: use machine.toml")
     if not out.absolute().parent.is_dir():
         raise ValueError(f"--out must lie in a directory: {out.parent} is none: make it first")
+
+
+def check_written(out: Path) -> None:
+    """Refuse a place that takes no files, before minutes of measurement are lost there. Of the process that writes.
+
+    Raises:
+        ValueError: a file system that is read-only or full, or a directory of another user's.
+    """
+    try:
+        try_to_write(out)
+    except OSError as error:
+        raise ValueError(
+            f"--out must be a file that can be written: {out}: {error.strerror}: name one elsewhere, as --out "
+            "/tmp/machine.toml"
+        ) from error

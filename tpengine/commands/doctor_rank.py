@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from tpengine.commands.doctor_arguments import out_of, parsed
+from tpengine.commands.doctor_arguments import check_written, out_of, parsed
 from tpengine.commands.doctor_report import report
 from tpengine.distributed.launch import Launch, passive_waiting
 from tpengine.distributed.launcher import begin_rank
@@ -50,6 +50,8 @@ def examine(args: argparse.Namespace, launch: Launch) -> int:
     device, mistake = torch.device("cpu"), ""
     try:
         device = choose_device(args.device, launch)
+        if launch.rank == 0:
+            check_written(out_of(args))
     except ValueError as error:
         mistake = one_line(str(error))
     if device.type == "cuda":

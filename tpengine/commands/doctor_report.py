@@ -85,5 +85,7 @@ def report(
     else:
         keep_aside(out)
         write_beside(out, machine_text(machine).encode())
-        lines.append(f"wrote {out} and {beside}: tpengine advise --model llama_1b --machine {out}")
+        # A CPU's file has a rate of float32 alone, the dtype of small presets.
+        model = "llama_1b" if facts[0].gpu else "tiny"
+        lines.append(f"wrote {out} and {beside}: tpengine advise --model {model} --machine {out}")
     return [*lines, *verdict_lines(findings)]

@@ -7,6 +7,7 @@ import than `--help` to print.
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from tpengine.commands.parsing import add_trust_arguments, count, dtype, stoppable
@@ -312,8 +313,9 @@ def run_logprobs(args: argparse.Namespace) -> None:
 
 def add_certify_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what `tpengine certify` understands."""
-    for axis in ("tp", "pp", "dp"):
+    for axis in ("tp", "pp"):
         parser.add_argument(f"--{axis}", type=count, default=1, help=f"size of the axis {axis} (default 1)")
+    parser.add_argument("--dp", type=count, help="size of the axis dp (default 1, or what --ep needs)")
     parser.add_argument("--ep", type=count, default=1, help="ranks that share experts, as in training (default 1)")
     parser.add_argument(
         "--zero", type=int, choices=range(4), default=0, help="what replicas shard, as in training (default 0)"
@@ -355,7 +357,9 @@ def run_certify(args: argparse.Namespace) -> int:
     """Compare training in two layouts bit by bit, or fast mode with exact."""
     from tpengine.commands.certify import CertifiedLayout, CertifyOptions, certify, parse_layout
 
-    layout = CertifiedLayout(args.tp, args.pp, args.dp, args.zero, args.ep)
+    # ep divides tp * dp.
+    dp = args.dp or args.ep // math.gcd(args.ep, args.tp)
+    layout = CertifiedLayout(args.tp, args.pp, dp, args.zero, args.ep)
     against = None if args.against is None else parse_layout(args.against)
     layouts = (layout,) if against is None else (layout, against)
     options = CertifyOptions(

@@ -1,6 +1,7 @@
 """What ranks tell each other before they make process groups: host, GPU, NCCL; and what of it cannot work. No torch.
 
-Each rank writes one record to the store where the ranks have met, and reads those of all. All ranks then find the same
+Each rank writes one record to the store where the ranks have met, and reads those of all, put together by rank 0. What
+hosts tell each other was asked before (hosts.py); this is of ranks, once CUDA has begun on each. All then find the same
 mistake, in one line, before any of them waits for another within NCCL, which would say it later and less plainly.
 """
 
@@ -32,6 +33,7 @@ class RankFacts:
         processors: its streaming multiprocessors.
         nccl: NCCL's version; empty without.
         driver: the newest version of CUDA that the driver knows.
+        users_limit: processors that the user's environment allows each of NCCL's groups; 0 for no limit.
     """
 
     host: str
@@ -41,6 +43,7 @@ class RankFacts:
     processors: int = 0
     nccl: str = ""
     driver: str = ""
+    users_limit: int = 0
 
 
 def all_facts(store: Any, own: RankFacts, rank: int, world_size: int) -> list[RankFacts]:
@@ -50,9 +53,13 @@ def all_facts(store: Any, own: RankFacts, rank: int, world_size: int) -> list[Ra
         store: where the ranks have met.
         own: this rank's.
         rank, world_size: its place.
+
+    Cost: rank 0 asks the store for each, all others once: for as many answers as ranks, not their square.
     """
     store.set(f"facts/{rank}", json.dumps(asdict(own)))
-    found = [RankFacts(**json.loads(store.get(f"facts/{other}"))) for other in range(world_size)]
+    if rank == 0:
+        store.set("facts", json.dumps([json.loads(store.get(f"facts/{other}")) for other in range(world_size)]))
+    found = [RankFacts(**of) for of in json.loads(store.get("facts"))]
     store.add("facts read", 1)
     return found
 
@@ -82,7 +89,7 @@ def problem_of(facts: Sequence[RankFacts], axes: Axes, processors: Mapping[str, 
             f"all ranks must compute on one kind of device: {_named(with_gpu, facts)} on GPUs, {_named(others, facts)} "
             "on CPUs: use --device cpu, or hosts that all have GPUs"
         )
-    return _versions(facts) or _kinds(facts, axes) or _processors(facts, processors, reserved)
+    return _versions(facts) or _limits(facts) or _kinds(facts, axes) or _processors(facts, processors, reserved)
 
 
 def cards(facts: Sequence[RankFacts]) -> set[tuple[str, str]]:
@@ -98,6 +105,19 @@ def _versions(facts: Sequence[RankFacts]) -> str:
         return ""  # ranks that share a card do not use NCCL
     said = ", ".join(f"{nccl or 'none'} on {_named(ranks, facts)}" for nccl, ranks in ranks_of.items())
     return f"all hosts must have one version of NCCL: {said}: install the same torch and nvidia-nccl on all"
+
+
+def _limits(facts: Sequence[RankFacts]) -> str:
+    ranks_of: dict[int, list[int]] = {}
+    for rank, of in enumerate(facts):
+        ranks_of.setdefault(of.users_limit, []).append(rank)
+    if len(ranks_of) == 1:
+        return ""
+    said = ", ".join(f"{limit or 'none'} on {_named(ranks, facts)}" for limit, ranks in ranks_of.items())
+    return (
+        "all ranks must limit NCCL's processors alike, since kernels leave as many free on each: NCCL_MAX_CTAS or "
+        f"NCCL_MAX_NCHANNELS is {said}: export the same on all hosts"
+    )
 
 
 def _kinds(facts: Sequence[RankFacts], axes: Axes) -> str:

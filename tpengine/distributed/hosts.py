@@ -139,7 +139,16 @@ def meet_hosts(
     except ValueError as error:
         mistake = str(error)
     is_first = told.first[own] == launch.rank
-    with _listener(address) if is_first else contextlib.nullcontext() as listener:
+    with contextlib.ExitStack() as stack:
+        listener = None
+        if is_first and not mistake:
+            try:
+                listener = stack.enter_context(_listener(address))
+            except OSError as error:
+                mistake = (
+                    f"every host must listen where others reach it: {told.names[own]} cannot at {address}, "
+                    f"{error.strerror or error}: name another interface by {GLOO_INTERFACE}"
+                )
         place = (address, listener.getsockname()[1] if listener else 0)
         facts = _Facts(*place, versions() if is_first else {}, told.apart).text() if is_first else ""
         texts = [text for text in meeting.tell("hosts", facts) if text]

@@ -226,7 +226,8 @@ def build_mesh(
 def problem_of_ranks(facts: Sequence[RankFacts], shape: Shape, kv_replicas: int) -> str:
     """Return what of the ranks' hosts and GPUs cannot work in a layout, in one line; empty if nothing is wrong."""
     across = spans_hosts(shape, [of.host for of in facts])
-    limits = processors_of_groups(shape, kv_replicas, spans_hosts=across, users_limit=users_limit(os.environ))
+    # Rank 0's environment, not this rank's: all must find the same.
+    limits = processors_of_groups(shape, kv_replicas, spans_hosts=across, users_limit=facts[0].users_limit)
     return problem_of(facts, shape, limits, reserved_processors(limits))
 
 

@@ -24,7 +24,7 @@ from tpkernels.symmetric.signals import PeerError
 from tpengine.distributed.facts import RankFacts, all_facts, await_readers, cards
 from tpengine.distributed.groups import library_timeout, nccl_options
 from tpengine.distributed.launch import Launch, loopback_variables, network_identity
-from tpengine.distributed.nccl_limits import FEW_BYTES, nccl_variables
+from tpengine.distributed.nccl_limits import FEW_BYTES, nccl_variables, users_limit
 
 # What gloo, NCCL and the store report when the other side is gone.
 _LOST = re.compile(
@@ -154,6 +154,7 @@ def own_facts(device: torch.device) -> RankFacts:
         processors=found.multi_processor_count,
         nccl=".".join(map(str, nccl_version())),
         driver=f"{driver // 1000}.{driver % 1000 // 10}",
+        users_limit=users_limit(os.environ),
     )
 
 

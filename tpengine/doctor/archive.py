@@ -42,7 +42,8 @@ _ADDRESS = re.compile(
     r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+|\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"
 )
 _SECRET = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[a-z]-|AKIA|eyJ)[\w.-]{8,}|\b[0-9a-f]{40}\b")
-_LEAST_NAME = 3
+# A name of one letter, or a number, would clear words that are none.
+_LEAST_NAME = 2
 
 
 def write_archive(out: Path, run_dir: Path, machine: Path | None, environ: Mapping[str, str]) -> list[str]:
@@ -86,8 +87,9 @@ def cleaner(hosts: Mapping[str, str], user: str) -> Callable[[str], str]:
         user: the user's name.
     """
     words = {**hosts, user: "USER"}
-    words = {name: word for name, word in words.items() if len(name) >= _LEAST_NAME and name != "root"}
-    known = re.compile("|".join(re.escape(name) for name in sorted(words, key=len, reverse=True)) or r"(?!)")
+    names = [name for name in words if len(name) >= _LEAST_NAME and not name.isdigit() and name != "root"]
+    patterns = [_pattern(name) for name in sorted(names, key=len, reverse=True)]
+    known = re.compile("|".join(patterns) or r"(?!)")
 
     def clear(text: str) -> str:
         text = _URL.sub("URL", text)
@@ -97,6 +99,12 @@ def cleaner(hosts: Mapping[str, str], user: str) -> Callable[[str], str]:
         return known.sub(lambda found: words[found[0]], text)
 
     return clear
+
+
+def _pattern(name: str) -> str:
+    """Return what finds a name: a short one, such as n6, only as a word of its own."""
+    escaped = re.escape(name)
+    return escaped if len(name) > _LEAST_NAME else rf"(?<![\w-]){escaped}(?![\w-])"
 
 
 def cleared_config(text: str) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class ExpertLoads:
         index: of the plan's bucket that sums the tables of this stage; None if they are whole.
         num_owners, owner: how many ranks share the experts, N, and which of them this is: it has experts owner E/N to
             (owner + 1) E/N - 1.
+        num_alike: how many of them, one beside the other, route the same tokens: in exact mode those of tp. Each then
+            sends its part of what an owner gets.
 
     Attributes:
         tables: as given.
@@ -76,13 +78,14 @@ class ExpertLoads:
         index: int | None,
         num_owners: int = 1,
         owner: int = 0,
+        num_alike: int = 1,
     ) -> None:
         self.tables, self._biases, self._rate, self.index = tables, biases, rate, index
         self._replicas, self._stages = replicas, stages
         self._numbers: Tensor | None = None
         self._pending: Work | None = None
-        self._num_owners, per_rank = num_owners, tables.counts.shape[2] // num_owners
-        self._own = slice(owner * per_rank, (owner + 1) * per_rank)
+        self._num_owners, self._num_alike = num_owners, num_alike
+        self._first_alike = owner // num_alike * num_alike
         self.counts = tables.counts.sum(1, dtype=torch.int64)
         self.crossing = self.counts.sum(1)
         self.losses = tables.losses.clone()
@@ -115,7 +118,8 @@ class ExpertLoads:
         for name, weight in model.held.items():
             if model.pieces[name].spec.name in moved:
                 biases[layers.index(int(name.split(".")[1]))] = weight
-        owners = (1, 0) if comms.ep is None else (comms.ep.size, comms.ep.rank)
+        num_alike = comms.tp.size if model.parts.is_exact else 1
+        owners = (1, 0) if comms.ep is None else (comms.ep.size, comms.ep.rank, num_alike)
         counts = state.part.plan.counts_of(mesh.at.pp)
         index = None if counts is None else counts.index
         return cls(tables, comms.dp, comms.pp, biases, train.balance_rate, index, *owners)
@@ -152,14 +156,27 @@ class ExpertLoads:
     def _of_this_rank(self) -> Tensor:
         """Return counts, crossing rows and the bits of losses as one int64 tensor; summed over `tables.parts`."""
         own, losses, parts = self.tables.counts.sum(1, dtype=torch.int64), self.tables.losses, self.tables.parts
-        # Of the rows of this rank's tokens, those that its own experts do not get. [layers, E + 1]
-        counts = torch.cat([own, own.sum(1, keepdim=True) - own[:, self._own].sum(1, keepdim=True)], 1)
+        # Of the rows of this rank's tokens, those that go to others. [layers, E + 1]
+        counts = torch.cat([own, (own.sum(1) - self._kept())[:, None]], 1)
         if parts is not None:
             parts.all_reduce_(counts)
             # Without an auxiliary loss no rank knows yet of scores of others that are no numbers.
             losses = losses if self.tables.has_loss else parts.all_reduce_(losses.clone())
         # Bits of losses: all ranks but one add zeros to them.
         return torch.cat([counts.view(-1), losses.view(torch.int64).view(-1)])
+
+    def _kept(self) -> Tensor:
+        """Return how many rows of these tokens each layer's owners have already, int64 [layers].
+
+        Of ranks that route the same tokens each has an equal part of the rows that it sends an owner, itself too, as
+        exchange.arena.shard_rows cuts them in every micro-batch.
+        """
+        sizes = *self.tables.counts.shape[:2], self._num_owners, -1
+        by_owner = self.tables.counts.view(sizes).sum(3, dtype=torch.int64)
+        of_alike = by_owner[:, :, self._first_alike : self._first_alike + self._num_alike]
+        part = -(-of_alike // self._num_alike)
+        begins = part * torch.arange(self._num_alike, device=part.device)
+        return (of_alike - begins).clamp_min(0).minimum(part).sum((1, 2))
 
     def sum_over_stages(self) -> Tensor:
         """Tell all stages what the ranks of each have counted; collective over the pipeline.

@@ -287,8 +287,8 @@ class BatchReader:
             return was_there
         begin, numbers = time.perf_counter(), self._numbers(step)
         was_there = self._ahead.is_there(numbers)
-        # What is known already need not be read again, if it is not there any more.
-        if was_there or self._known(self._prepared, step) is None:
+        # What all have heard of already need not be read again, if it is not there any more.
+        if was_there or self._known(self._prepared, step) is None or self._known(self._heard, step) is None:
             self._taken = step, self._ahead.take(numbers)
         self.seconds = time.perf_counter() - begin
         for coming in range(step + 1 + self._ahead.num_asked, step + 1 + _STEPS_AHEAD):

@@ -212,11 +212,19 @@ def test_layouts_are_read() -> None:
 @pytest.mark.usefixtures("forked_ranks")
 def test_experts_that_ranks_share_are_certified(capsys: pytest.CaptureFixture[str]) -> None:
     """Of another preset, since that of other layouts has none; each expert is compared by itself."""
-    argv = ["certify", "--dp", "2", "--ep", "2", "--against", "tp=2,ep=2", "--train.balance", "bias", "--steps", "1"]
+    argv = ["certify", "--ep", "2", "--against", "tp=2,ep=2", "--train.balance", "bias", "--steps", "1"]
     assert main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "tp 1 x pp 1 x dp 2, ep 2 against tp 2 x pp 1 x dp 1, ep 2, exact mode"
     assert lines[1].startswith("preset tiny_moe: ") and lines[-1] == "certified: identical"
+
+
+def test_ranks_that_share_experts_are_replicas_unless_others_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, layout in (("--ep 2", "dp=2,ep=2"), ("--tp 2 --ep 4", "tp=2,dp=2,ep=4"), ("--tp 2 --ep 2", "tp=2,ep=2")):
+        assert main(["certify", *argv.split(), "--against", layout]) == 2
+        assert f"two layouts: both are {parse_layout(layout)}" in capsys.readouterr().err
+    assert main(["certify", "--dp", "1", "--ep", "2"]) == 2
+    assert "ep must divide the tp * dp ranks of a stage" in capsys.readouterr().err
 
 
 def test_a_model_without_experts_has_none_to_share(capsys: pytest.CaptureFixture[str]) -> None:

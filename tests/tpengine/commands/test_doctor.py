@@ -19,7 +19,7 @@ QUICK = ("--quick", "--device", "cpu")
 
 
 def test_two_ranks_on_this_machine_and_the_file_is_what_advise_reads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processes = finish_all(*start_ranks(2, "tpengine.cli", "doctor", *QUICK, cwd=tmp_path))
     first, second = processes
@@ -43,6 +43,11 @@ def test_two_ranks_on_this_machine_and_the_file_is_what_advise_reads(
     asked = f"advise --model tiny --machine {tmp_path / 'machine.toml'} --ranks 2 --global-batch 16".split()
     assert main(asked) == 0
     assert "tiny, 2 x this CPU" in capsys.readouterr().out
+    # What the answer says to do next, as it stands.
+    (following,) = [line.partition(": tpengine ")[2] for line in lines if line.startswith("wrote machine.toml")]
+    monkeypatch.chdir(tmp_path)
+    assert main(following.split()) == 0
+    assert "run it: " in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -100,6 +105,8 @@ MISTAKES = {
     "--run-dir must be a directory": ["--run-dir", "file"],
     "--nproc must be the number of processes": ["--nproc", "0"],
     "--machine goes with --pack": ["--machine", "m.toml"],
+    # A directory in which nobody makes files, root neither.
+    "--out must be a file that can be written": ["--out", "/proc/m.toml"],
 }
 
 
@@ -112,6 +119,14 @@ def test_a_mistake_is_one_line_before_anything_is_measured(
     assert main(["doctor", *MISTAKES[rule]]) == 2
     said = capsys.readouterr().err
     assert rule in said and said.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_place_that_takes_no_file_is_refused_by_the_rank_that_writes(tmp_path: Path) -> None:
+    first, second = finish_all(*start_ranks(2, "tpengine.cli", "doctor", *QUICK, "--out", "/proc/m.toml", cwd=tmp_path))
+    assert (first.returncode, second.returncode) == (2, 2)
+    assert first.stderr.startswith("tpengine: error: --out must be a file that can be written: /proc/m.toml: ")
+    assert first.stderr.count("\n") == 1 and first.stdout == second.stderr == ""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

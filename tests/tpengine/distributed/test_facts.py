@@ -58,8 +58,7 @@ def test_gpus_of_different_kinds_in_one_tp_group() -> None:
     )
 
 
-def test_fewer_processors_than_the_groups_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+def test_fewer_processors_than_the_groups_need() -> None:
     few = ranks_of(*"aaaaaaaa", processors=16)
     assert problem(few, Shape(2, 2, 2)) == (
         "a GPU must have processors for NCCL's groups and for kernels beside them: NVIDIA H100 of rank 0 (host a) has "
@@ -67,8 +66,20 @@ def test_fewer_processors_than_the_groups_need(monkeypatch: pytest.MonkeyPatch) 
         "GPUs (no MIG), or NCCL_MAX_CTAS 1"
     )
     assert problem(few, Shape(1, 1, 8)) == ""
-    monkeypatch.setenv("NCCL_MAX_CTAS", "1")
-    assert problem(few, Shape(2, 2, 2)) == ""
+    limited = [replace(of, users_limit=1) for of in few]
+    assert problem(limited, Shape(2, 2, 2)) == ""
+
+
+def test_every_rank_finds_the_same_whatever_its_own_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = [replace(of, users_limit=64 * (of.host == "b")) for of in ranks_of(*"aabb", processors=64)]
+    line = (
+        "all ranks must limit NCCL's processors alike, since kernels leave as many free on each: NCCL_MAX_CTAS or "
+        "NCCL_MAX_NCHANNELS is none on ranks 0, 1 (host a), 64 on ranks 2, 3 (host b): export the same on all hosts"
+    )
+    for own in ("", "64"):
+        monkeypatch.setenv("NCCL_MAX_CTAS", own)
+        assert problem(facts, Shape(1, 2, 2)) == line
+        assert problem(ranks_of(*"aabb", processors=64), Shape(1, 2, 2)) == ""
 
 
 def test_gpus_beside_cpus() -> None:

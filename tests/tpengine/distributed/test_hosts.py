@@ -179,3 +179,15 @@ def test_the_words_of_hosts() -> None:
     assert TWO.words() == "2 hosts over eth0: n6 (ranks 0, 3), n7 (ranks 1, 2)"
     assert Hosts().words() == ""
     assert TWO.where([1, 3], 0) == " on n7" and TWO.where([3], 0) == "" == Hosts().where([1], 0)
+
+
+def test_a_host_that_cannot_listen_says_so_and_the_others_hear_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address of the link alone, say, which without its zone is nobody's: all take part to the end."""
+    ranks = Ranks(monkeypatch, "xy")
+    ranks.know("listening_address", [("127.0.0.1", ""), ("192.0.2.77", "")])
+    ranks.run(one_each)
+    (_, first), (_, second) = ranks.found[0], ranks.found[1]
+    assert not first
+    assert second.startswith(
+        f"every host must listen where others reach it: {socket.gethostname()} cannot at 192.0.2.77, "
+    )

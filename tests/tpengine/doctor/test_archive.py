@@ -100,6 +100,11 @@ def test_numbers_and_words_stay_as_they_are() -> None:
     assert clear("~/.cache/x and file:///a/b/c") == "PATH/x and URL"
     assert clear("10.0.0.12, a.b@c.org, 12345678-1234-1234-1234-123456789abc") == "ADDRESS, ADDRESS, ADDRESS"
     assert clear('"nccl": "2.27.3", "driver": "570.124.06"') == '"nccl": "2.27.3", "driver": "570.124.06"'
+    # Names of two letters are words of their own, or none.
+    short = cleaner({"n6": "HOST0", "77": "HOST1"}, "jo")
+    assert short('{"name": "n6"} on n6 (ranks), run6, n60, 77, jo, join') == (
+        '{"name": "HOST0"} on HOST0 (ranks), run6, n60, 77, USER, join'
+    )
     # A short or common name would clear words that are none.
     assert cleaner({"n": "HOST0"}, "root")("root n") == "root n"
 

@@ -318,7 +318,7 @@ def test_what_cannot_be_is_refused(width: int, rule: ChoiceRule, message: str) -
 
 
 def times_two(add: Any) -> Any:
-    return lambda buffer, dy, x, offsets, fixed: add(buffer, 2 * dy, x, offsets, fixed=fixed)
+    return lambda buffer, dy, x, offsets, **options: add(buffer, 2 * dy, x, offsets, **options)
 
 
 # What is broken, where, and how: of two ranks, or of one.

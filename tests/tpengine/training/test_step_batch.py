@@ -276,3 +276,30 @@ def collectives_of_steps(config: Config, elsewhere: bool) -> list[int]:
 def test_ranks_meet_once_unless_samples_are_late_or_others_than_it_seemed(ranks: RankPool, elsewhere: bool) -> None:
     """In the first step; and in the third, since one rank's samples were late, or the run went on elsewhere."""
     assert ranks.run(collectives_of_steps, 2, config_of(2, 1, 1, tied=True, kv_heads=2), elsewhere) == [[2, 1, 2]] * 2
+
+
+def batches_after(config: Config, is_heard: bool) -> list[bool]:
+    """Whether a step has its samples though the thread that read them ahead has ended since they were reported."""
+    trainer = Trainer(config, open_corpus(config), CPU)
+    step = trainer.step
+    step.run(0)
+    await_the_next(trainer, 1)
+    reported = step.reader.report_ahead(1)
+    assert reported is not None
+    if is_heard:
+        everyone = [torch.empty_like(reported) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, reported)
+        step.reader.hear(torch.stack(everyone))
+    step.reader.close()
+    batch = step.reader.read(1)
+    again = BatchReader(config, trainer.state.part.corpus.train, step.reader._mesh, (0, 0), CPU).read(1)
+    trainer.close()
+    assert torch.equal(batch.reports, again.reports)
+    return [torch.equal(*pair) for pair in zip(batch.given.tokens, again.given.tokens, strict=True)]
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_what_was_reported_ahead_is_read_again_where_others_had_no_report(ranks: RankPool, is_heard: bool) -> None:
+    """A rank whose samples were late has all ranks report at the step's beginning: of samples, not of none."""
+    for same in ranks.run(batches_after, 2, config_of(2, 1, 1, tied=True, kv_heads=2), is_heard):
+        assert same and all(same)

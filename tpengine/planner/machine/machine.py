@@ -321,8 +321,8 @@ class Machine:
         if dtype not in self.flops_per_s:
             known = ", ".join(self.flops_per_s)
             raise ValueError(
-                f"a machine must have a rate for the run's dtype: {self.name} has {known}: got {dtype}: use one of "
-                "these, or add the rate to the machine's file"
+                f"a machine must have a rate for the run's dtype: {self.name} has {known}: got {dtype}: use "
+                f"--dtype {next(iter(self.flops_per_s))}, or add the rate to the machine's file"
             )
         return self.flops_per_s[dtype]
 

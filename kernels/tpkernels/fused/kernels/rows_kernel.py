@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.exchange.device_arena import DeviceArena
-from tpkernels.launch import INTERPRETED, cdiv, jit, num_processors, power_of_2, target_of, tl, widened
+from tpkernels.launch import INTERPRETED, cdiv, jit, power_of_2, target_of, tl, widened
 from tpkernels.symmetric.signals_kernel import (
     arrived_line,
     begin,
@@ -52,6 +52,7 @@ _UNALIGNED_ELEMENTS = 1024
 _COMPARISONS = 1024
 _MOST_ROWS = 8
 # Programs of a processor: rows come from afar, and few are on their way at a time in each. Not tuned on GPUs yet.
+# Beside other communication it is one (processors.py).
 _PROGRAMS_PER_PROCESSOR = 1 if INTERPRETED else 4
 
 
@@ -394,7 +395,7 @@ def launch_return(
 
 
 def _programs(x: Tensor, num_items: int, arena: DeviceArena) -> int:
-    return max(min((arena.processors or num_processors(x)) * _PROGRAMS_PER_PROCESSOR, num_items), 1)
+    return arena.budget(x).programs(num_items, _PROGRAMS_PER_PROCESSOR)
 
 
 def _options(x: Tensor) -> dict[str, int]:

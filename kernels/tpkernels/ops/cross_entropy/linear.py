@@ -37,6 +37,7 @@ from tpkernels.ops.cross_entropy.operator import (
     cross_entropy_reference,
     token_losses,
 )
+from tpkernels.ops.matmul.host import rows_apart
 from tpkernels.ops.matmul.wgrad import accumulate_wgrad, adds_in_place
 
 Combine = Callable[[Tensor], Tensor]
@@ -107,7 +108,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z = x.new_empty(min(len(x), settings.chunk_tokens), len(weight))
         for first in range(0, len(x), settings.chunk_tokens):
             rows = slice(first, first + settings.chunk_tokens)
-            dz = torch.mm(x[rows], weight.T, out=z[: len(x[rows])])
+            dz = torch.mm(rows_apart(x[rows]), weight.T, out=z[: len(x[rows])])
             losses[rows] = _losses_and_gradient_(dz, labels[rows], token_weights[rows], settings)
             if dx is not None:
                 torch.mm(dz, weight, out=dx[rows])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.ops.activation import activation_forward
+from tpkernels.ops.matmul.host import rows_apart
 from tpkernels.ops.matmul.wgrad import accumulate_wgrad
 
 # Of a cache line; torch's own memory begins at one.
@@ -40,7 +41,7 @@ def multiply_by_expert(terms: Sequence[Term], offsets: Tensor, transposed: bool,
             x_e, w_e = x[rows], w[expert]
             if fixed:
                 x_e, w_e = at_a_line(x_e), at_a_line(w_e)
-            torch.addmm(out, x_e, w_e if transposed else w_e.T, beta=min(i, 1), out=out)
+            torch.addmm(out, rows_apart(x_e), w_e if transposed else w_e.T, beta=min(i, 1), out=out)
         if out is not y_e:
             y_e.copy_(out)
     return y
@@ -58,6 +59,7 @@ def swiglu_by_expert(
         out = y_e
         if fixed:
             x_e, out, weights = at_a_line(x_e), at_a_line(y_e), (at_a_line(weights[0]), at_a_line(weights[1]))
+        x_e = rows_apart(x_e)
         for half, weight in zip(out.split(width, dim=1), weights, strict=True):
             torch.mm(x_e, weight.T, out=half)
         if out is not y_e:

@@ -9,6 +9,9 @@ round: the product takes as long as reading the matrix, and MKL reads it faster 
 This is the only file that uses these operators, which are not part of torch's documented interface; if they are
 missing, MKL does everything. The choice depends on the machine and the shapes, never on timing, so the same run gives
 the same bits.
+
+oneDNN, which torch.mm calls for 16 bits, reads rows of the left operand to the end of an AMX tile's row, and multiplies
+what it reads there by zero. A NaN or an infinity behind a row so makes NaN of that row's product: `rows_apart`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from tpkernels.launch import constant_while_traced
 
 # For smaller products the call costs more than the faster product saves.
 FEWEST_MULTIPLICATIONS = 8_000_000
+# Of a row of an AMX tile.
+_TILE_BYTES = 64
 
 
 class PreparedMatrix:
@@ -75,7 +80,7 @@ def product(x: Tensor, matrix: Matrix, out: Tensor | None = None) -> Tensor:
     y = _by_onednn(x, matrix)
     if y is not None:
         return y if out is None else out.copy_(y)
-    plain = _for_mkl(matrix, x.shape[0])
+    x, plain = rows_apart(x), _for_mkl(matrix, x.shape[0])
     return torch.mm(x, plain) if out is None else torch.mm(x, plain, out=out)
 
 
@@ -87,7 +92,24 @@ def accumulate_product(out: Tensor, x: Tensor, matrix: Matrix) -> Tensor:
     y = _by_onednn(x, matrix)
     if y is not None:
         return out.add_(y)
-    return out.addmm_(x, _for_mkl(matrix, x.shape[0]))
+    return out.addmm_(rows_apart(x), _for_mkl(matrix, x.shape[0]))
+
+
+def rows_apart(x: Tensor) -> Tensor:
+    """Return a left operand x[M, K] of torch.mm behind whose rows lie zeros, where a CPU's product may read them.
+
+    Returns:
+        x itself, unless it has 16 bits per element, contiguous rows, on a CPU, and K does not fill the rows of AMX
+        tiles; then a copy, its rows as far apart as whole tiles.
+    """
+    num_columns = x.shape[1]
+    tail = -num_columns % (_TILE_BYTES // x.dtype.itemsize)
+    if x.device.type != "cpu" or x.dtype.itemsize != 2 or x.stride(1) != 1 or not tail:
+        return x
+    wide = x.new_zeros(x.shape[0], num_columns + tail)
+    rows = wide[:, :num_columns]
+    rows.copy_(x)
+    return rows
 
 
 def rows_are_independent(matrix: Matrix, num_rows: int, parts: Sequence[int]) -> bool:

@@ -31,7 +31,8 @@ from tpengine.checkpoint.save import Saver
 from tpengine.config import IGNORED_LABEL, Config, validate
 from tpengine.config.settings import ModelDetails
 from tpengine.data import open_corpus
-from tpengine.layers import spread_experts
+from tpengine.layers import chunked_experts, spread_experts
+from tpengine.layers.chunked_experts import RowRoutes
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.routing import Router
 from tpengine.plan import Kind
@@ -313,6 +314,39 @@ def test_rows_that_cross_are_what_the_ranks_told_each_other(
         for loads, _, _ in found:
             assert loads[f"expert_crossing/{layer}"] == crossing / rows
             assert loads[f"expert_rank_load/{layer}"] == max(by_owner) * ep / rows
+
+
+def sent_rows(config: Config) -> tuple[dict[str, float], list[int]]:
+    """Exact mode: the loads of a step, and the rows that this rank sends to others in each exchange."""
+    trainer, seen = trainer_of(config), []
+
+    class Noted(RowRoutes):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            lengths = [rows.stop - rows.start for rows in self.sent()]
+            seen.append(sum(lengths) - lengths[self.comm.rank])
+
+    with mock.patch.object(chunked_experts, "RowRoutes", Noted):
+        result = trainer.step.run(0)
+    return dict(result.loads), seen
+
+
+@pytest.mark.parametrize(
+    ("layout", "ep"), [((1, 2, 1), 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in [((2, 2, 1), 4)])]
+)
+def test_rows_that_cross_in_exact_mode_are_those_that_are_sent(
+    ranks: RankPool, layout: tuple[int, int, int], ep: int
+) -> None:
+    """All tp ranks route all tokens, and each sends its part of every owner's rows: all ranks say the same share."""
+    # A rank's experts are whole blocks of the norm.
+    details = replace(DETAILS, expert_ffn_size=128)
+    config = experts_config(layout, "none", details, ep=ep, dtype="float32", reduction="exact")
+    found = ranks.run(sent_rows, exactness.num_ranks(config), config)
+    layers, rows = (0, 1, 3), K * 4 * 48
+    for place, layer in enumerate(layers):
+        sent = sum(sum(of_rank[place :: len(layers)]) for _, of_rank in found)
+        assert sent > 0
+        assert {loads[f"expert_crossing/{layer}"] for loads, _ in found} == {sent / rows}
 
 
 def test_no_row_crosses_where_ranks_share_no_experts(ranks: RankPool) -> None:

@@ -22,6 +22,7 @@ from tpengine import train
 from tpengine.checkpoint import storage
 from tpengine.config import Config
 from tpengine.data import open_corpus
+from tpengine.distributed.hosts import Hosts
 from tpengine.observe.console import console_for
 from tpengine.observe.metrics import MetricsWriter
 from tpengine.runs import loop as run
@@ -93,6 +94,7 @@ def begun(config: Config, run_dir: str) -> str:
         checkpoint=None,
         beginning=None,
         wings=train.wings(),
+        hosts=Hosts(),
     )
     with (
         pytest.raises(RunError) as error,
@@ -123,6 +125,7 @@ def begun_unheard(config: Config, run_dir: Path) -> list[str]:
         checkpoint=None,
         beginning=None,
         wings=train.wings(),
+        hosts=Hosts(),
     )
     reader, pipe = os.pipe()
     os.close(reader)
