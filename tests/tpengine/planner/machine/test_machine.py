@@ -56,7 +56,7 @@ def test_an_operator_takes_the_longer_of_flops_and_bytes() -> None:
     assert machine.matmul_seconds(Work(flops=1000), "float32") == pytest.approx(10.0 + 1.0)
     assert machine.attention_seconds(Work(flops=1000), "float32") == pytest.approx(20.0 + 1.0)
     assert machine.other_seconds(Work(flops=1000, memory_bytes=500), "float32") == pytest.approx(20.0 + 1.0)
-    with pytest.raises(ValueError, match=r"cpu has float32: got bfloat16: use one of these"):
+    with pytest.raises(ValueError, match=r"cpu has float32: got bfloat16: use --dtype float32, or add the rate"):
         machine.matmul_seconds(Work(flops=10), "bfloat16")
 
 
