@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from tpengine.distributed.hosts import Hosts
     from tpengine.distributed.launch import Launch
     from tpengine.distributed.meeting import Meeting
+    from tpengine.layout.decided import Decided
     from tpengine.observe.watch import Watch
-    from tpengine.plan import Residency
     from tpengine.runs.callbacks import Callback
     from tpengine.runs.job import ContentWatch, RunResult, Wings
     from tpengine.runs.restoring import Beginning
@@ -73,7 +73,7 @@ class _Preparation:
     corpora: tuple[OpenedCorpus, ...]
     device: torch.device
     shared_cores: int
-    residency: Residency
+    decided: Decided
     run_dir: Path | None
     checkpoint: Checkpoint | None
     beginning: Beginning | None
@@ -260,12 +260,12 @@ def _prepare(launch: Launch, given: _RunArguments, held: ExitStack) -> _Preparat
 
         config = with_rule(config, given.optimizer)
     objective = _objective(given, config)
-    from tpengine.runs.memory_limit import fitting_residency
+    from tpengine.runs.memory_limit import decided_by_memory
     from tpengine.runs.opening import attention_taken
     from tpengine.runs.own_parts import check_same_loss
 
     attention_taken(config, device)  # or say why it cannot be torch's
-    residency = fitting_residency(config, launch, device)
+    decided = decided_by_memory(config, launch, device)
     if launch.rank == 0:
         check_program(config.train.after_checkpoint)
         check_wandb(config.train.wandb)
@@ -286,7 +286,7 @@ def _prepare(launch: Launch, given: _RunArguments, held: ExitStack) -> _Preparat
 
         beginning = WeightsOfPath.of(config.model)
     cores = shared_cores if device.type == "cpu" else 0
-    return _Preparation(config, corpora, device, cores, residency, run_dir, checkpoint, beginning, objective)
+    return _Preparation(config, corpora, device, cores, decided, run_dir, checkpoint, beginning, objective)
 
 
 def _check_given(launch: Launch, given: _RunArguments) -> None:
@@ -455,12 +455,12 @@ def _train(
 
     config, corpora, device, cores = prepared.config, prepared.corpora, prepared.device, prepared.shared_cores
     try:
-        residency, run_dir, content = prepared.residency, prepared.run_dir, _content(corpora, launch, device)
+        decided, run_dir, content = prepared.decided, prepared.run_dir, _content(corpora, launch, device)
         found = prepared.checkpoint, prepared.beginning
         limit = memory_limit(config, launch, device)
         others = meeting, wings(limit), content, run_dir
         job = Job(
-            *(config, corpora, launch, device, cores, residency, *others, *found),
+            *(config, corpora, launch, device, cores, decided, *others, *found),
             hosts=hosts,
             objective=prepared.objective,
             optimizer=given.optimizer,

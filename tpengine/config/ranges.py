@@ -59,6 +59,7 @@ RANGES: Mapping[str, tuple[float | None, float | None]] = types.MappingProxyType
         "parallel.chunks_per_rank": (1, MOST_CHUNKS),
         "parallel.bucket_bytes": (1, 2**62),
         "parallel.memory_limit": (0, 2**62),
+        "parallel.moe_load": (0, None),
         "train.seq_len": (1, 2**24),
         "train.micro_batch_size": (1, MOST_SEQUENCES),
         "train.num_micro_batches": (1, MOST_MICRO_BATCHES),

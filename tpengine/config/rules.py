@@ -392,6 +392,7 @@ def _check_layout(config: Config) -> None:
             f"{dp}: use num_micro_batches {_MOST_MICRO_BATCHES // dp} or fewer"
         )
     _check_experts(config)
+    _check_moe_load(config)
     _check_residency(config.parallel)
     if train.reduction == "exact":
         _check_exact(config, tp, dp)
@@ -434,6 +435,20 @@ def _check_experts(config: Config) -> None:
             f"{config.model.hidden_size} = {elements_of_shared_experts(config, ep)}: {remedy}, or train.reduction fast"
         )
     raise ValueError(f"ep must be tp, or tp times a divisor of dp: ep {ep}, tp {tp}, dp {dp}: {remedy}")
+
+
+def _check_moe_load(config: Config) -> None:
+    load, ep, reduction = config.parallel.moe_load, config.parallel.ep, config.train.reduction
+    if load and load < 1:
+        raise ValueError(
+            f"moe_load is for how many times the mean number of rows a rank's experts have room: got {load:g}: use 1 "
+            "or more, or 0 for what fits"
+        )
+    if load and (ep == 1 or reduction == "exact"):
+        why = "ep 1" if ep == 1 else "train.reduction exact, where rows travel at their exact number"
+        raise ValueError(
+            f"moe_load is of ranks that share experts, in fast mode: got {load:g} with {why}: leave moe_load out"
+        )
 
 
 def zero_in_words(parallel: ParallelConfig) -> str:

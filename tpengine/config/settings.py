@@ -212,6 +212,11 @@ class ParallelConfig:
     ep: int = 1
     """Neighbouring ranks of a stage that share a model's experts, each holding as many whole ones: tp, or tp times a
     divisor of dp. With 1 every expert is cut over tp, as any other matrix is."""
+    moe_load: float = 0.0
+    """With ep on GPUs of one host, in fast mode: for how many times the mean number of rows a rank's experts have room.
+    Kernels bring rows without a wait for the host; a step in which more come is computed again, with a wait in each
+    layer. 0 makes room for all rows if memory allows, else for twice the mean, else for none: then every layer
+    waits."""
     schedule: str = "1f1b"
     """Order of forward and backward passes in the pipeline: gpipe, 1f1b, interleaved, zb-h1, zbv, or the path of a text
     file with one of your own."""

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels.exchange.arena import exchange_bytes
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.mailbox import Mailbox
+from tpkernels.fused.bounded_rows import can_bound
 from tpkernels.launch import accumulation_dtype
 
 from tpengine.config import Config, ParallelConfig
@@ -248,6 +249,7 @@ class Communicators:
 
     Attributes:
         rows_through_memory: whether rows of experts travel through ep's memory, if it has any: in fast mode.
+        row_load: for how many times the mean a rank's experts have buffers that kernels bring rows to; 0: none.
         nccl: its version and how it is used, in words; empty over gloo.
     """
 
@@ -263,6 +265,7 @@ class Communicators:
     pp_backward: Communicator | None = None
     nccl: str = ""
     rows_through_memory: bool = True
+    row_load: float = 0.0
 
     def over(self, axes: Sequence[str]) -> Communicator:
         """Return the ranks that one sum over these axes joins: ("dp", "tp") are those of `dp_tp`.
@@ -275,11 +278,13 @@ class Communicators:
         return comm
 
     @classmethod
-    def of(cls, mesh: Mesh, config: Config, device: torch.device) -> Communicators:
+    def of(
+        cls, mesh: Mesh, config: Config, device: torch.device, row_load: float = 0.0, row_bytes: int = 0
+    ) -> Communicators:
         """Return a communicator for each group of the mesh; collective.
 
         The tp ranks of a host exchange through an arena unless `parallel.tp_comm` is plain: on a CPU everything, on
-        GPUs what fused matmuls exchange.
+        GPUs what fused matmuls exchange, and with a `row_load` rows of experts, for which they need `row_bytes`.
         """
         hosts = hosts_of_ranks(device)
 
@@ -297,25 +302,39 @@ class Communicators:
         def members(group: ProcessGroup | None) -> list[int]:
             return [] if group is None else dist.get_process_group_ranks(group)
 
-        def for_matmuls(group: ProcessGroup) -> Communicator:
-            if device.type == "cpu":
-                return through_memory(group, tp_arena_bytes(config))
-            # Exact mode's matmuls use all tokens, and so are not fused.
-            fused = config.train.reduction == "fast"
+        def by_kernels(group: ProcessGroup, arena_bytes: int, strategy: str = "auto") -> Communicator:
             return Communicator(
                 group,
-                arena_bytes=tp_arena_bytes(config) if fused else 0,
+                arena_bytes=arena_bytes,
                 device=device,
+                strategy=strategy,
                 timeout_seconds=exchange_seconds(config),
                 reserved_processors=mesh.held,
             )
+
+        def for_matmuls(group: ProcessGroup) -> Communicator:
+            # Where tp ranks share experts, their rows move through the same memory.
+            arena_bytes = max(tp_arena_bytes(config), row_bytes if mesh.ep is mesh.tp else 0)
+            if device.type == "cpu":
+                return through_memory(group, arena_bytes)
+            # Exact mode's matmuls use all tokens, and so are not fused.
+            return by_kernels(group, arena_bytes if config.train.reduction == "fast" else 0)
+
+        def for_rows(group: ProcessGroup) -> Communicator:
+            if not rows_through_memory:
+                # Exact mode's rows travel by all-to-all: of one memory no other use is made.
+                return Communicator(group)
+            if not row_load:
+                return for_sums(group)
+            # Nothing else moves between them: no matmul is fused.
+            return by_kernels(group, row_bytes, "plain")
 
         rows_through_memory = config.train.reduction == "fast"
         tp, dp = for_matmuls(mesh.tp), for_sums(mesh.dp)
         ep, edp = (None, None) if mesh.ep is None else (tp, dp)
         if mesh.ep is not mesh.tp and mesh.ep is not None:
-            # Exact mode's rows travel by all-to-all: of one memory no other use is made.
-            ep, edp = for_sums(mesh.ep) if rows_through_memory else Communicator(mesh.ep), for_sums(mesh.edp)
+            ep, edp = for_rows(mesh.ep), for_sums(mesh.edp)
+        has_kernels = ep is not None and can_bound(ep, device, getattr(torch, config.train.dtype))
         return cls(
             tp=tp,
             pp=Communicator(mesh.pp),
@@ -330,6 +349,7 @@ class Communicators:
             pp_backward=None if mesh.pp_backward is None else Communicator(mesh.pp_backward),
             nccl=_words_of_nccl(mesh) if is_nccl() else "",
             rows_through_memory=rows_through_memory,
+            row_load=row_load if has_kernels else 0.0,
         )
 
     def describe(self, mailbox: Mailbox | None) -> str:
@@ -344,13 +364,18 @@ class Communicators:
         if used:
             size = f"{self._host_bytes(mailbox) / 1e6:.1f} MB"
             parts.append(f"{', '.join(used)} through {size} of shared memory per rank")
-        kernels = self.tp.device_arena
-        if kernels is not None and self.tp.may_use_kernels():
-            size = f"{kernels.memory.num_bytes / 1e6:.1f} MB"
+        if self.tp.may_use_kernels():
+            size = f"{self._bytes_of_kernels(self.tp) / 1e6:.1f} MB"
             parts.append(f"tp's matmuls by kernels through {size} of symmetric memory per rank")
         if others:
             parts.append(f"{', '.join(others)} by {dist.get_backend()}")
-        if self.ep is not None:
+        if self.ep is not None and self.row_load:
+            size = f"{self._bytes_of_kernels(self.ep) / 1e6:.1f} MB"
+            room = "room for all" if self.row_load >= self.ep.size else f"room for {self.row_load:g} times the mean"
+            parts.append(
+                f"rows of experts by kernels through {size} of symmetric memory per rank, into buffers with {room}"
+            )
+        elif self.ep is not None:
             is_in_memory = self.rows_through_memory and self.ep.arena is not None
             way = "through shared memory" if is_in_memory else f"all to all by {dist.get_backend()}"
             parts.append(f"rows of experts {way}, whose numbers the host waits for once a layer")
@@ -360,8 +385,13 @@ class Communicators:
 
     def arena_bytes(self, mailbox: Mailbox | None) -> int:
         """Return the bytes that this rank has for exchanging tensors with others: arenas and mailbox."""
-        kernels = self.tp.device_arena
-        return self._host_bytes(mailbox) + (kernels.memory.num_bytes if kernels is not None else 0)
+        ep = None if self.ep is self.tp else self.ep
+        return self._host_bytes(mailbox) + self._bytes_of_kernels(self.tp) + self._bytes_of_kernels(ep)
+
+    @staticmethod
+    def _bytes_of_kernels(comm: Communicator | None) -> int:
+        kernels = None if comm is None else comm.device_arena
+        return 0 if kernels is None else kernels.memory.num_bytes
 
     def _host_bytes(self, mailbox: Mailbox | None) -> int:
         # Sums over two axes at once, of norm weights and tied embeddings, have memory of their own; and experts.

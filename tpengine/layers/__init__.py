@@ -3,7 +3,7 @@
 column.py row.py   column- and row-parallel layers, and their products; read column.py first
 prepared_weights.py  who owns the memory of a weight, and the forms in which it is multiplied
 experts.py routing.py  a mixture of experts: the networks, and which of them a token goes to
-spread_experts.py  the same, whole experts on several ranks, to which rows travel
+spread_experts.py row_buffers.py  the same, whole experts on several ranks, to which rows travel; room for them
 chunked_experts.py  the same in exact mode: of each row the parts of all shards come back
 bias.py            biases, and learned positions
 attention.py mlp.py norm.py   the other layers of a block

@@ -1,7 +1,8 @@
 """A mixture of experts whose whole networks lie on N ranks: rows of tokens travel to them, and back.
 
     experts, weights[t, k], order = route(x[t, D])            routing.py; t = T/tp, each rank its own tokens
-    routes = the counts of all N ranks                        tpkernels.exchange.experts: one wait for the host
+    routes = the counts of all N ranks                        tpkernels.exchange.experts: one wait for the host; or
+                                                              row_buffers.py: by kernels, without
     Xs[R', D] = dispatch(x)                                   by expert, then by source rank, token and choice
     Hs[R', F], Ys[R', D]                                      experts.py: E/N whole experts
     y[t] = sum over j of weights[t, j] (row of Ys of (t, j))  combine: k terms in the order of the choice, by the owner
@@ -35,6 +36,7 @@ from tpengine.layers.collectives import WholeRows
 from tpengine.layers.experts import ExpertMixture, ExpertNetworks
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.routing import Routed, Router
+from tpengine.layers.row_buffers import RowBuffers
 
 
 class _Dispatched(torch.autograd.Function):
@@ -88,6 +90,8 @@ class SpreadExperts(ExpertMixture):
         rule, has_bias, shared_size, shared_gated, gathers_again: as MixtureOfExperts.
         comm: the tp ranks, whose tokens are cut.
         experts_comm: the N ranks that share the experts: those of tp, or more.
+        row_buffers: for the rows of this rank's experts, if kernels bring them; default: rows travel at their exact
+            number.
         sink, dtype, device: as ColumnParallelLinear.
 
     Shape: x [T/tp, D], y [T/tp, D].
@@ -112,6 +116,7 @@ class SpreadExperts(ExpertMixture):
         comm: Communicator,
         experts_comm: Communicator,
         *,
+        row_buffers: RowBuffers | None = None,
         has_bias: bool = False,
         shared_size: int = 0,
         shared_gated: bool = False,
@@ -132,7 +137,7 @@ class SpreadExperts(ExpertMixture):
             gathers_again=gathers_again,
             **options,
         )
-        self.experts_comm = experts_comm
+        self.experts_comm, self.row_buffers = experts_comm, row_buffers
 
     def forward(self, x: Tensor) -> Tensor:
         """x[T/tp, D] -> y[T/tp, D]."""
@@ -141,15 +146,15 @@ class SpreadExperts(ExpertMixture):
         if isinstance(self.comm, WholeRows):
             # Every rank has all rows: each sends its share, and all get what comes back.
             own = shard_rows(len(x), self.comm.size, self.comm.rank)
-            y = self.comm.over.all_gather_rows(self._by_experts(x[own]), len(x))
+            y = self.comm.over.all_gather_rows(self._by_experts(x[own], -(-len(x) // self.comm.size)), len(x))
         else:
-            y = self._by_experts(x)
+            y = self._by_experts(x, len(x))
         return y if self.shared_expert is None else y + self.shared(x)
 
-    def _by_experts(self, x: Tensor) -> Tensor:
-        """Return what the experts make of this rank's tokens x[t, D]."""
+    def _by_experts(self, x: Tensor, most_tokens: int) -> Tensor:
+        """Return what the experts make of this rank's tokens x[t, D]; no rank has more than most_tokens."""
         comm, routed = self.experts_comm, self.gate(x)
-        routes = once(lambda: _routes_of(routed, comm))
+        routes = once(lambda: self._routes_of(routed, most_tokens))
         # Ranks have as many rows as tokens' choices on average: tiles are chosen by that, not by the rows that come.
         usual_rows = routes.weights.numel()
         if not is_recorded():
@@ -159,7 +164,9 @@ class SpreadExperts(ExpertMixture):
         y: Tensor = _SpreadCombined.apply(ys, routed.weights, routes, comm)
         return y
 
-
-def _routes_of(routed: Routed, comm: Communicator) -> Routes:
-    # Detached: what is kept for a second forward must not hold the graph of the first.
-    return exchange_counts(routed.order, routed.places, routed.weights.detach(), routed.counts, comm)
+    def _routes_of(self, routed: Routed, most_tokens: int) -> Routes:
+        # Detached: what is kept for a second forward must not hold the graph of the first.
+        mine = routed.order, routed.places, routed.weights.detach(), routed.counts
+        if self.row_buffers is None:
+            return exchange_counts(*mine, self.experts_comm)
+        return self.row_buffers.exchange_counts(*mine, most_tokens)

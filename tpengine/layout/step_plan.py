@@ -81,6 +81,8 @@ class Layout:
         residency: how long gathered weights stay.
         first_trained: the first chunk with weights that are trained: those before have no backward.
         ep: how many ranks of a stage share experts.
+        row_load: for how many times the mean a rank's experts have buffers that kernels bring rows to; 0 for none: rows
+            travel at their exact number.
     """
 
     pp: int
@@ -93,6 +95,7 @@ class Layout:
     residency: Residency = Residency.STEP
     first_trained: int = 0
     ep: int = 1
+    row_load: float = 0.0
 
     def num_replicas(self, bucket: BucketLayout) -> int:
         """How many ranks hold what a bucket is of, those of other tp ranks not counted; ZeRO cuts it over them."""
@@ -176,6 +179,7 @@ def layout_of(
     residency: Residency | None = None,
     balanced_for: int = 0,
     packs_gradients: bool | None = None,
+    row_load: float = 0.0,
 ) -> Layout:
     """Describe a validated configuration (config.validate): who holds which layers and buckets.
 
@@ -185,6 +189,7 @@ def layout_of(
         packs_gradients: gradients of weights that one matmul reads lie behind each other, and one product adds to all
             of them; default where the configuration says `device cuda`. Never in exact mode: a product's bits depend on
             its size. For the same reason not on a CPU, where it would save nothing.
+        row_load: as Layout has it.
 
     Raises:
         ValueError: as check_groups.
@@ -231,6 +236,7 @@ def layout_of(
         residency or asked,
         first_trained,
         parallel.ep,
+        row_load,
     )
 
 
@@ -375,9 +381,13 @@ def num_counting(layout: Layout) -> int:
 
 
 def counts_bytes(config: Config, layout: Layout) -> int:
-    """Bytes of what a stage counts, in int64: of each layer tokens of every expert, crossing rows, auxiliary losses."""
+    """Bytes of what a stage counts, in int64: of each layer tokens of every expert, crossing rows, auxiliary losses.
+
+    And one number for all: rows that had no room.
+    """
     num_micro_batches = config.train.num_micro_batches * layout.dp
-    return 8 * len(layers_of_experts(config.model)) * (config.model.details.num_experts + 1 + num_micro_batches)
+    per_layer = config.model.details.num_experts + 1 + num_micro_batches
+    return 8 * (len(layers_of_experts(config.model)) * per_layer + 1)
 
 
 def evaluation_micro_batches(config: Config) -> int:
@@ -462,7 +472,7 @@ def _chunks(config: Config, layout: Layout, micro_batch_size: int) -> tuple[Chun
 
 
 def phase_layouts(
-    phases: Phases, residency: Residency | None = None, packs_gradients: bool | None = None
+    phases: Phases, residency: Residency | None = None, packs_gradients: bool | None = None, row_load: float = 0.0
 ) -> tuple[Layout, ...]:
     """Return the layout of each phase.
 
@@ -471,7 +481,7 @@ def phase_layouts(
 
     Args:
         phases: of the run.
-        residency, packs_gradients: as layout_of.
+        residency, packs_gradients, row_load: as layout_of.
 
     Raises:
         ValueError: as check_phases.
@@ -482,7 +492,7 @@ def phase_layouts(
     for phase in (longest, *phases):
         if cut_of(phase.config) not in found:
             found[cut_of(phase.config)] = layout_of(
-                phase.config, residency, longest.config.train.seq_len, packs_gradients
+                phase.config, residency, longest.config.train.seq_len, packs_gradients, row_load
             )
     return tuple(found[cut_of(phase.config)] for phase in phases)
 

@@ -31,6 +31,7 @@ from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.mlp import FeedForward
 from tpengine.layers.norm import LayerNorm, Norm, OffsetRMSNorm, RMSNorm
 from tpengine.layers.query_scaling import QueryScaling
+from tpengine.layers.row_buffers import RowBuffers
 from tpengine.layers.scores import Rotation, Scores
 from tpengine.layers.spread_experts import SpreadExperts
 from tpengine.layers.vocabulary import VocabParallelEmbedding
@@ -59,12 +60,14 @@ class Parts(Protocol):
         table_size: over how many ranks the parameter table cuts.
         held: those of them that this rank is.
         experts_comm: the ranks that share experts (parallel.ep); None where each expert is cut over tp.
+        row_buffers: for the rows of this rank's experts, if kernels move them; else None.
         is_exact: whether it makes exact mode's layers.
     """
 
     model: ModelConfig
     tp: Communicator
     experts_comm: Communicator | None
+    row_buffers: RowBuffers | None
     is_exact: bool
 
     @property
@@ -139,6 +142,7 @@ class FastParts:
         tp: the tp ranks.
         replicas: the tp ranks that share a KV head, if kv heads < tp.
         experts_comm: the ranks that share experts; None where each expert is cut over tp.
+        row_buffers: as SpreadExperts.
         attention: whose attention the layers take, as layers.Attention's `whose`.
         sink, gathers_again, dtype, device: as ColumnParallelLinear.
     """
@@ -150,6 +154,7 @@ class FastParts:
         *,
         replicas: Communicator | None = None,
         experts_comm: Communicator | None = None,
+        row_buffers: RowBuffers | None = None,
         attention: Whose = "auto",
         sink: GradientSink | None = None,
         gathers_again: bool = False,
@@ -158,7 +163,7 @@ class FastParts:
     ) -> None:
         self.model, self.tp, self.replicas, self.whose = model, tp, replicas, attention
         self.is_exact = False
-        self.experts_comm = experts_comm
+        self.experts_comm, self.row_buffers = experts_comm, row_buffers
         # What every layer with weights takes.
         self.options: dict[str, Any] = dict(sink=sink, dtype=dtype, device=device)
         self.gathers_again = gathers_again
@@ -237,6 +242,7 @@ class ExactParts:
     ) -> None:
         self.model, self.tp, self.shards, self.is_exact = model, shards.comm, shards, True
         self.experts_comm, self.expert_sinks = experts_comm, expert_sinks
+        self.row_buffers: RowBuffers | None = None
         self.options: dict[str, Any] = dict(dtype=dtype, device=device)
 
         def of_each(sinks: Sequence[GradientSink] | None) -> list[FastParts]:
@@ -357,7 +363,8 @@ def experts(part: describe.Experts, parts: FastParts, dropout: Dropout | None) -
     """x[T/tp, D] -> x[T/tp, D]; nothing is dropped inside (config/rules.py)."""
     sizes = parts.model.hidden_size, part.ffn_size, part.num_experts
     if parts.experts_comm is not None:
-        return SpreadExperts(*sizes, _rule_of(part), parts.tp, parts.experts_comm, **_mixture_options(part, parts))
+        options = dict(_mixture_options(part, parts), row_buffers=parts.row_buffers)
+        return SpreadExperts(*sizes, _rule_of(part), parts.tp, parts.experts_comm, **options)
     return MixtureOfExperts(*sizes, _rule_of(part), parts.tp, **_mixture_options(part, parts))
 
 

@@ -84,6 +84,7 @@ def step_record(
     stage_waits: Sequence[float] = (),
     metrics: Mapping[str, float] = MappingProxyType({}),
     loads: Mapping[str, float] = MappingProxyType({}),
+    is_second: bool = False,
 ) -> dict[str, Any]:
     """Return one line of metrics.jsonl.
 
@@ -105,6 +106,7 @@ def step_record(
             no pipeline, or its waits are not known to the host (on a GPU).
         metrics: the run's own, by name; they are fields metric/NAME.
         loads: how even experts were used, by name (training/expert_loads.py); of a dense model none.
+        is_second: whether it was computed a second time, as rows of experts had no room: then `computed_twice` is true.
 
     Returns:
         The fields above, tokens_per_second, model_flops_per_second (attention full), of a pipeline on CPUs `bubble`
@@ -129,6 +131,8 @@ def step_record(
     }
     record |= {f"metric/{name}": value for name, value in metrics.items()}
     record |= loads
+    if is_second:
+        record["computed_twice"] = True
     if spiked:
         record |= {"event": "skip", "spike_loss": record.pop("loss"), "spike_grad_norm": record.pop("grad_norm")}
     if stage_waits:

@@ -15,10 +15,11 @@ from tpengine.config import Config, ModelConfig
 from tpengine.distributed.hosts import Hosts
 from tpengine.distributed.launch import Launch
 from tpengine.distributed.meeting import Meeting
+from tpengine.layout.decided import Decided
 from tpengine.layout.step_plan import Layout
 from tpengine.observe.console import HeldBytes
 from tpengine.observe.records import Recording
-from tpengine.plan import Plan, Residency
+from tpengine.plan import Plan
 from tpengine.runs.callbacks import Callback
 from tpengine.runs.restoring import Beginning
 from tpengine.training.elementwise import UpdateRule
@@ -70,6 +71,7 @@ class Job:
         corpora: the text of each phase.
         launch, device: this rank, and the device where it computes.
         shared_cores: number of cores that the ranks of this host share as threads; 0 if the user set the threads.
+        decided: what was decided by this rank's memory.
         meeting: where the ranks have met.
         wings: what others do for the run.
         content: whether the texts are still what they were when the run began.
@@ -88,7 +90,7 @@ class Job:
     launch: Launch
     device: torch.device
     shared_cores: int
-    residency: Residency
+    decided: Decided
     meeting: Meeting
     wings: Wings
     content: ContentWatch

@@ -36,6 +36,7 @@ from tpengine.runs.skipped_steps import SkippedSteps
 from tpengine.runs.spike_answers import SpikeAnswers
 from tpengine.runs.trainer import Trainer
 from tpengine.runs.waiting import AwaitedRanks, Peers
+from tpengine.training.expert_loads import ROWS_OVER
 from tpengine.training.planned_run import RunError
 from tpengine.training.spikes import StepResult
 from tpengine.training.train_state import TrainState
@@ -135,7 +136,7 @@ def _set_up(job: Job, watch: Watch) -> _Run:
         job.corpora[0],
         job.device,
         activity=watch.activity,
-        residency=job.residency,
+        decided=job.decided,
         draws=draws,
         corpora=job.corpora,
         optimizer=job.optimizer,
@@ -179,6 +180,7 @@ def _loop(run: _Run) -> tuple[RunResult, Uploads | None]:
     """
     job, watch, trainer, checkpoints = run.job, run.watch, run.trainer, run.checkpoints
     loss: float | None = None
+    num_second = 0
     state = trainer.state
     skipped, spikes = run.skipped, run.spikes
     with (
@@ -227,6 +229,9 @@ def _loop(run: _Run) -> tuple[RunResult, Uploads | None]:
                 is_applied_or_skipped = not result.spiked or spikes.skips
                 if is_applied_or_skipped:
                     _write(writer, progress, record)
+                if result.is_second:
+                    num_second += 1
+                    say(_why_second(step, result, state, num_second))
                 profiler.end(step, seconds)
                 # React: to a text that has changed, a step that leaps or was skipped, a signal to stop, what is due.
                 if content_flag:
@@ -278,6 +283,17 @@ def _record(
         stage_waits=waits,
         metrics=result.metrics,
         loads=result.loads,
+        is_second=result.is_second,
+    )
+
+
+def _why_second(step: int, result: StepResult, state: TrainState, num_second: int) -> str:
+    """Return why a step was computed twice, in words."""
+    load = state.rank.comms.row_load
+    return (
+        f"step {step + 1} was computed twice: {result.loads[ROWS_OVER]:,} rows of experts were more than {load:g} times "
+        "the mean, for which there is room; the second time, and until rows fit, they travel at their exact number "
+        f"({num_second} such steps since this start; a larger --parallel.moe-load has more room)"
     )
 
 

@@ -7,11 +7,14 @@ calls what is here, so that a run's loop does not reach the planner.
 from __future__ import annotations
 
 import torch
+from tpkernels.fused.kernels.counts_kernel import MOST_EXPERTS
+from tpkernels.launch import INTERPRETED
+from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
 from tpkernels.symmetric.host_memory import available_bytes
 
 from tpengine.config import Config
 from tpengine.distributed.launch import Launch
-from tpengine.plan import Residency
+from tpengine.layout.decided import Decided
 
 
 def memory_limit(config: Config, launch: Launch, device: torch.device) -> int:
@@ -25,8 +28,8 @@ def memory_limit(config: Config, launch: Launch, device: torch.device) -> int:
     return available_bytes() // launch.local_world_size
 
 
-def fitting_residency(config: Config, launch: Launch, device: torch.device) -> Residency:
-    """Decide how long gathered weights stay, and check that this rank's memory is enough.
+def decided_by_memory(config: Config, launch: Launch, device: torch.device) -> Decided:
+    """Decide what depends on memory, and check that this rank's is enough.
 
     Args:
         config: validated.
@@ -34,11 +37,29 @@ def fitting_residency(config: Config, launch: Launch, device: torch.device) -> R
         device: where it computes.
 
     Returns:
-        The decision; hosts with other limits may decide otherwise, and then the ranks' plans differ, which is said.
+        The decisions; hosts with other limits may decide otherwise, which is said once the ranks have met.
 
     Raises:
         ValueError: the rank would hold more than there is: how much, where, and the nearest setting that fits.
     """
-    from tpengine.planner.modelled.memory import residency_that_fits
+    from tpengine.planner.modelled.memory import decided_that_fits
 
-    return residency_that_fits(config, memory_limit(config, launch, device), launch.rank, device.type)
+    limit = memory_limit(config, launch, device)
+    return decided_that_fits(config, limit, launch.rank, device.type, kernels_move_rows(config, launch, device))
+
+
+def kernels_move_rows(config: Config, launch: Launch, device: torch.device) -> bool:
+    """Return whether kernels may bring rows to experts: of ranks that share them on one host, in fast mode, on GPUs.
+
+    GPUs that cannot address each other's memory are found out later; there collectives are used, which is said.
+    """
+    parallel, train = config.parallel, config.train
+    return (
+        parallel.ep > 1
+        and launch.local_world_size % parallel.ep == 0
+        and (device.type == "cuda" or INTERPRETED)
+        and train.reduction == "fast"
+        and parallel.tp_comm == "fused"
+        and getattr(torch, train.dtype) in KERNEL_DTYPES
+        and config.model.details.num_experts <= MOST_EXPERTS
+    )

@@ -174,9 +174,10 @@ def said_of_experts(config: Config, layout: Layout, most_load: float) -> list[st
     said = []
     if layout.ep > 1:
         until = "at every load" if most_load >= layout.ep else f"up to a load of {most_load:.2f}"
+        of = f"buffers for {layout.row_load:g} times the mean of rows" if layout.row_load else "experts used evenly"
         said.append(
-            f"memory by the plan is that of experts used evenly, and is enough {until} (rows of the hottest rank over "
-            "the mean: expert_rank_load of metrics.jsonl)"
+            f"memory by the plan is that of {of}, and is enough {until} (rows of the hottest rank over the mean: "
+            "expert_rank_load of metrics.jsonl)"
         )
     if lacks_bias(config.model):
         said.append(

@@ -11,13 +11,13 @@ from tpengine.config import Config
 from tpengine.distributed.connect import GroupError
 from tpengine.distributed.mesh import Communicators, Shape, build_mesh, exchange_seconds
 from tpengine.distributed.process import link_device
+from tpengine.layout.decided import Decided, rows_memory_bytes
 from tpengine.layout.parameters import kv_replicas
 from tpengine.layout.step_plan import evaluation_micro_batches, forward_plan
 from tpengine.observe.activity import Activity
 from tpengine.pipeline.executor import Trace
 from tpengine.pipeline.preload import connect
 from tpengine.pipeline.transfers import open_mailbox
-from tpengine.plan import Residency
 from tpengine.training.elementwise import UpdateRule
 from tpengine.training.next_phase import enter_phase
 from tpengine.training.objective import Objective, resolved
@@ -37,7 +37,7 @@ class Trainer:
         device: where this rank computes.
         trace: records what the executor runs; None records nothing.
         activity: told what this rank does; None if nothing watches it.
-        residency: what was decided where the configuration leaves it open, the same on all ranks; as layout_of.
+        decided: what was decided where the configuration leaves it open, the same on all ranks.
         draws: draw the initial weights. Without, they hold anything but in padding, until somebody loads them.
         corpora: the text of each phase (as data.open_corpora opens them); default `corpus` in all of them.
         packs_gradients: as layout_of; default on CUDA.
@@ -66,7 +66,7 @@ class Trainer:
         device: torch.device,
         trace: Trace | None = None,
         activity: Activity | None = None,
-        residency: Residency | None = None,
+        decided: Decided | None = None,
         draws: bool = True,
         corpora: Sequence[Corpus] | None = None,
         packs_gradients: bool | None = None,
@@ -77,7 +77,7 @@ class Trainer:
         self.objective = resolved(objective, config.train)
         # Plan: who holds what, and the order of actions, in every phase.
         packs = device.type == "cuda" if packs_gradients is None else packs_gradients
-        self.planned = planned_run(config, corpus, corpora, residency, packs)
+        self.planned = planned_run(config, corpus, corpora, decided or Decided(), packs)
         # Compare first: ranks that differ in layout could not make the groups below.
         self.planned.check_ranks(device)
         # Connect: the mesh, its groups and their communicators.
@@ -135,7 +135,7 @@ def _connect(planned: PlannedRun, device: torch.device, activity: Activity) -> R
     ends = (layout.ranks[0], layout.ranks[-1]) if config.model.tie_embeddings else None
     link, seconds = link_device(device), config.train.timeout_seconds
     mesh = build_mesh(shape, link.type, kv_replicas(config.model, shape.tp), ends, seconds)
-    comms = Communicators.of(mesh, planned.largest, device)
+    comms = Communicators.of(mesh, planned.largest, device, layout.row_load, rows_memory_bytes(planned.largest, layout))
     try:
         comms.connect(link, activity.begin)
     except GroupError as error:

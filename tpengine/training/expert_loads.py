@@ -22,12 +22,17 @@ Of each layer with experts a row of metrics.jsonl has, of all tokens of the step
 
 and with the auxiliary loss `balance_loss`, its mean before the rate: k where all is even.
 
+Where kernels bring rows into buffers that may have no room for all (layers/row_buffers.py), the rows that do not fit
+are one more number of these sums, in metrics.jsonl `expert_rows_over`. If there are any, the device skips the update,
+and the step is computed again with rows at their exact number (train_step.py). So are the steps that follow, until the
+rows of one would have fit: routing changes slowly, and a step computed twice costs more than the waits of one.
+
 Source of the bias: Wang et al., "Auxiliary-loss-free load balancing strategy for mixture-of-experts", arXiv 2408.15664.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,11 +42,13 @@ from tpkernels.exchange.pending import Work
 
 from tpengine.layers.balance import Balance
 from tpengine.layers.routing import Router
+from tpengine.layers.row_buffers import RowBuffers
 from tpengine.layout.groups import moved_of
 from tpengine.layout.parameters import layers_of_experts
 from tpengine.training.train_state import TrainState
 
 _TOKENS = "expert_tokens"
+ROWS_OVER = "expert_rows_over"
 # Of each layer, in the order of `figures`.
 _NAMES = ("expert_load", _TOKENS, "expert_rank_load", "expert_crossing")
 
@@ -55,6 +62,7 @@ class ExpertLoads:
         biases: those that move, by the place of their layer.
         rate: of the loss or of the biases.
         index: of the plan's bucket that sums the tables of this stage; None if they are whole.
+        buffers: for the rows of this rank's experts; None if rows travel at their exact number.
         num_owners, owner: how many ranks share the experts, N, and which of them this is: it has experts owner E/N to
             (owner + 1) E/N - 1.
         num_alike: how many of them, one beside the other, route the same tokens: in exact mode those of tp. Each then
@@ -66,6 +74,9 @@ class ExpertLoads:
         counts: int64 [layers, E], of all ranks, once CLIP has them.
         crossing: int64 [layers], rows whose expert is another rank's, the same.
         losses: float64 [layers, micro-batches of all replicas], the same.
+        rows_over: int64 [], the same: rows that buffers have no room for.
+        buffers: as given.
+        uses_buffers: whether the next step brings rows into buffers.
     """
 
     def __init__(
@@ -76,6 +87,7 @@ class ExpertLoads:
         biases: dict[int, Parameter],
         rate: float,
         index: int | None,
+        buffers: RowBuffers | None = None,
         num_owners: int = 1,
         owner: int = 0,
         num_alike: int = 1,
@@ -89,6 +101,8 @@ class ExpertLoads:
         self.counts = tables.counts.sum(1, dtype=torch.int64)
         self.crossing = self.counts.sum(1)
         self.losses = tables.losses.clone()
+        self.rows_over = self.counts.new_zeros(())
+        self.buffers, self.uses_buffers = buffers, buffers is not None
 
     @classmethod
     def of(cls, state: TrainState) -> ExpertLoads | None:
@@ -122,7 +136,8 @@ class ExpertLoads:
         owners = (1, 0) if comms.ep is None else (comms.ep.size, comms.ep.rank, num_alike)
         counts = state.part.plan.counts_of(mesh.at.pp)
         index = None if counts is None else counts.index
-        return cls(tables, comms.dp, comms.pp, biases, train.balance_rate, index, *owners)
+        buffers = model.parts.row_buffers
+        return cls(tables, comms.dp, comms.pp, biases, train.balance_rate, index, buffers, *owners)
 
     def begin(self, scale: float) -> None:
         """Forget the step before.
@@ -134,6 +149,14 @@ class ExpertLoads:
         self.tables.clear()
         self._numbers = None
         self.tables.scale = self._rate * scale / self.losses.numel() if self.tables.has_loss else 0.0
+        if self.buffers is not None:
+            self.buffers.clear()
+            self.buffers.are_used = self.uses_buffers
+
+    def end(self) -> None:
+        """What follows a step (held-out loss, samples) has rows at their exact number: nobody would look for more."""
+        if self.buffers is not None:
+            self.buffers.are_used = False
 
     def start_sum(self) -> None:
         """Begin to sum the tables of a stage's ranks: tp ranks that route their own tokens, then replicas."""
@@ -154,16 +177,18 @@ class ExpertLoads:
         return self._pending.is_complete()
 
     def _of_this_rank(self) -> Tensor:
-        """Return counts, crossing rows and the bits of losses as one int64 tensor; summed over `tables.parts`."""
+        """Return counts, crossing rows, rows over and the bits of losses as one int64 tensor; summed over parts."""
         own, losses, parts = self.tables.counts.sum(1, dtype=torch.int64), self.tables.losses, self.tables.parts
         # Of the rows of this rank's tokens, those that go to others. [layers, E + 1]
-        counts = torch.cat([own, (own.sum(1) - self._kept())[:, None]], 1)
+        of_layers = torch.cat([own, (own.sum(1) - self._kept())[:, None]], 1)
+        over = of_layers.new_zeros(()) if self.buffers is None else self.buffers.spilled
+        counts = torch.cat([of_layers.view(-1), over.view(1)])
         if parts is not None:
             parts.all_reduce_(counts)
             # Without an auxiliary loss no rank knows yet of scores of others that are no numbers.
             losses = losses if self.tables.has_loss else parts.all_reduce_(losses.clone())
         # Bits of losses: all ranks but one add zeros to them.
-        return torch.cat([counts.view(-1), losses.view(torch.int64).view(-1)])
+        return torch.cat([counts, losses.view(torch.int64).view(-1)])
 
     def _kept(self) -> Tensor:
         """Return how many rows of these tokens each layer's owners have already, int64 [layers].
@@ -187,11 +212,16 @@ class ExpertLoads:
         numbers = self._of_this_rank() if self._numbers is None else self._numbers
         self._stages.all_reduce_(numbers)
         num_layers, num_experts = self.counts.shape
-        counts, losses = numbers.split([num_layers * (num_experts + 1), self.losses.numel()])
-        counts = counts.view(num_layers, num_experts + 1)
+        counts, over, losses = numbers.split([num_layers * (num_experts + 1), 1, self.losses.numel()])
+        counts, self.rows_over = counts.view(num_layers, num_experts + 1), over[0]
         self.counts, self.crossing = counts[:, :-1], counts[:, -1]
         self.losses = losses.view(torch.float64).view_as(self.losses)
         return self._rate * self.losses.mean() if self.tables.has_loss else self.losses.new_zeros(())
+
+    @property
+    def is_incomplete(self) -> Tensor:
+        """Whether rows of the current step were lost, float64 []: 1 or 0; on all ranks alike after `sum_over_stages`."""
+        return (self.rows_over * self.uses_buffers > 0).double()
 
     @torch.no_grad()
     def move_biases(self, skip: Tensor) -> None:
@@ -206,20 +236,33 @@ class ExpertLoads:
             bias.add_(signs.to(bias.dtype), alpha=self._rate)
 
     def figures(self) -> Tensor:
-        """Return what `named` reads, float64 [1 + 4 layers]; equal on all ranks."""
+        """Return what `named` reads, float64 [2 + 4 layers]; equal on all ranks."""
         hottest, mean, total = self.counts.amax(1).double(), self.counts.double().mean(1), self.counts.sum(1).double()
         by_rank = self.counts.view(len(self.counts), self._num_owners, -1).sum(2)
         rank_load = by_rank.amax(1) * self._num_owners / total
-        return torch.cat([self.losses.mean()[None], hottest / mean, hottest, rank_load, self.crossing / total])
+        ends = self.rows_over.double()[None], self.losses.mean()[None]
+        return torch.cat([*ends, hottest / mean, hottest, rank_load, self.crossing / total])
 
     def named(self, figures: Sequence[float]) -> dict[str, float]:
         """Return the figures by their names in metrics.jsonl."""
-        layers, (mean_loss, *of_layers) = self.tables.layers, figures
+        layers, (over, mean_loss, *of_layers) = self.tables.layers, figures
         named = {"balance_loss": mean_loss} if self.tables.has_loss else {}
+        if self.buffers is not None:
+            named[ROWS_OVER] = int(over)
         fields = [(name, layer) for name in _NAMES for layer in layers]
         for (name, layer), value in zip(fields, of_layers, strict=True):
             named[f"{name}/{layer}"] = int(value) if name == _TOKENS else value
         return named
+
+    def must_compute_again(self, named: Mapping[str, float]) -> bool:
+        """Return whether rows of the step that has been run were lost, equal on all ranks; decide on the next step's.
+
+        Args:
+            named: of that step.
+        """
+        fits = not named.get(ROWS_OVER)
+        must, self.uses_buffers = self.uses_buffers and not fits, self.buffers is not None and fits
+        return must
 
     def first_without_number(self) -> tuple[int, int] | None:
         """Return (micro-batch, layer) of the first scores of the step that are no numbers; None if all are."""

@@ -14,8 +14,9 @@ import torch
 
 from tpengine.config import Config, Phase, Phases, phases_of
 from tpengine.distributed.process import differing_ranks
+from tpengine.layout.decided import Decided
 from tpengine.layout.step_plan import Layout, phase_layouts, training_plan
-from tpengine.plan import Plan, Residency
+from tpengine.plan import Plan
 from tpengine.training.learning_rate import rate_of_step
 from tpengine.training.samples import Corpus
 
@@ -87,13 +88,19 @@ class PlannedRun:
                     f"all ranks must have the same {name}: ranks {differing} differ from rank 0: start every rank with "
                     "the same version, command line and data"
                 )
+        loads = " ".join(str(part.layout.row_load) for part in self.parts)
+        if differing := differing_ranks(loads, device):
+            raise RunError(
+                f"all ranks must have buffers for as many rows of experts: ranks {differing} differ from rank 0 in the "
+                "memory that there is: say how many with --parallel.moe-load"
+            )
 
 
 def planned_run(
     config: Config,
     corpus: Corpus,
     corpora: Sequence[Corpus] | None,
-    residency: Residency | None,
+    decided: Decided,
     packs_gradients: bool,
 ) -> PlannedRun:
     """Plan and verify every phase.
@@ -102,7 +109,8 @@ def planned_run(
         config: validated configuration of the run.
         corpus: its text.
         corpora: the text of each phase; None takes `corpus`.
-        residency, packs_gradients: as layout_of.
+        decided: where the configuration leaves it open.
+        packs_gradients: as layout_of.
 
     Raises:
         ValueError: the plan fails verification (a bug of a schedule, named).
@@ -110,7 +118,7 @@ def planned_run(
     phases = phases_of(config)
     if corpora is None:
         corpora = [corpus.viewed(phase.config, phase.order) if len(phases) > 1 else corpus for phase in phases]
-    layouts = phase_layouts(phases, residency, packs_gradients)
+    layouts = phase_layouts(phases, decided.residency, packs_gradients, decided.row_load)
     parts = tuple(
         PlannedPhase(phase, layout, training_plan(phase.config, layout), text)
         for phase, layout, text in zip(phases, layouts, corpora, strict=True)

@@ -48,6 +48,7 @@ class StepResult:
         largest: the largest value over all ranks of each figure that `tell` returns.
         metrics: of the global step, by name; NaN where what a metric is divided by is 0.
         loads: of a model with experts how even they were used, by the names that metrics.jsonl has (expert_loads.py).
+        is_second: whether it was computed a second time, as rows of experts had no room the first time.
     """
 
     loss: float
@@ -60,6 +61,7 @@ class StepResult:
     largest: tuple[float, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     loads: Mapping[str, float] = field(default_factory=dict)
+    is_second: bool = False
 
     @property
     def is_not_finite(self) -> bool:

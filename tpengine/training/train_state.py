@@ -26,6 +26,7 @@ from tpengine.distributed.mesh import Communicators, Mesh
 from tpengine.distributed.process import make_deterministic
 from tpengine.layers.column import declare_places
 from tpengine.layers.gradient_sink import DeferringSink, GradientSink, WeightHalves
+from tpengine.layers.row_buffers import RowBuffers
 from tpengine.layout.groups import frozen_of, updates_of
 from tpengine.layout.parameters import BucketLayout, in_order_of_packing
 from tpengine.layout.slices import BlockCut, BucketCut
@@ -87,6 +88,7 @@ def _fast(
         comms.tp,
         replicas=comms.replica,
         experts_comm=comms.ep,
+        row_buffers=_row_buffers(comms, device, dtype),
         attention=config.train.attention,
         sink=DeferringSink(sink, halves),
         gathers_again=Gathered(config.parallel.gathered) is Gathered.AGAIN,
@@ -113,6 +115,12 @@ def _fast(
         each=layout.zero > 0 and reduced_of(config) is Reduced.MICROBATCH,
     )
     return Assembled(model, gradients, sliced)
+
+
+def _row_buffers(comms: Communicators, device: torch.device, dtype: torch.dtype) -> RowBuffers | None:
+    if comms.ep is None or not comms.row_load:
+        return None
+    return RowBuffers(comms.ep, comms.row_load, device, dtype)
 
 
 def _exact(

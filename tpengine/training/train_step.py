@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -261,6 +262,11 @@ class TrainStep:
         # Wait for the device, and compare the outcome over all ranks.
         activity.begin("ending the step with all ranks")
         result = self._result(step, tell)
+        if self.loads is not None and self.loads.must_compute_again(result.loads):
+            # The device has skipped the update: rows of experts were lost. Now with all of them.
+            self._compute_again(step)
+            activity.begin("ending the step with all ranks")
+            result = replace(self._result(step, tell), is_second=True)
         # Count: updates, the loss scale, the window by which the next steps are judged.
         self._count(step, result)
         return result
@@ -277,12 +283,19 @@ class TrainStep:
             step: number of that step.
             probe: looks at what the micro-batches add.
         """
-        self._probe, trace = probe, self.executor.trace
-        self.executor.trace = None
+        self._probe = probe
+        try:
+            self._compute_again(step)
+        finally:
+            self._probe = None
+
+    def _compute_again(self, step: int) -> None:
+        """Run the plan once more; a trace has the first time."""
+        trace, self.executor.trace = self.executor.trace, None
         try:
             self._run_plan(step)
         finally:
-            self._probe, self.executor.trace = None, trace
+            self.executor.trace = trace
 
     def _await_samples(self, step: int) -> None:
         """Wait for the samples of a step; in a trace this is a wait of the rank's first F."""
@@ -310,6 +323,8 @@ class TrainStep:
             self.executor.run(self._actions)
         finally:
             model.position.training = False
+            if self.loads is not None:
+                self.loads.end()
 
     def _begin(self) -> None:
         self.batch.clear()
@@ -437,6 +452,8 @@ class TrainStep:
         )
         if self._probe is not None:
             self._judged[Judged.SKIP] = 1
+        if self.loads is not None and self.loads.buffers is not None:
+            self._judged[Judged.SKIP] = torch.maximum(self._judged[Judged.SKIP], self.loads.is_incomplete)
         if not self.state.optimizer.reads_factor:
             clip_(self.state.gradients.summed, self.grad_norm, clip_norm, self.batch.scale)
 

@@ -20,6 +20,7 @@ from tpengine.architectures.registry import layers_are_alike
 from tpengine.config import Config, num_shards_of
 from tpengine.distributed.nccl_limits import buffer_bytes, processors_of_groups
 from tpengine.dtypes import dtype_bytes
+from tpengine.layout.decided import rows_memory_bytes
 from tpengine.layout.groups import frozen_of
 from tpengine.layout.parameters import kv_replicas
 from tpengine.layout.slices import slice_numel
@@ -205,6 +206,7 @@ class StepCosts:
         }
         # Experts that no other rank holds are never gathered, nor summed.
         shared = [bucket for bucket in plan.buckets if self._replicas(bucket) > 1 or layout.dp == 1]
+        exchanging = self.communicator_bytes() + rows_memory_bytes(config, layout)
         return Costs(
             compute=self.compute_seconds(),
             latency=machine.within.latency_s,
@@ -224,7 +226,7 @@ class StepCosts:
             step=self._step_seconds(numel),
             activations=self.activation_bytes(),
             resident=tuple(
-                float(held + prepared_bytes(config, layout, rank, machine) + self.communicator_bytes())
+                float(held + prepared_bytes(config, layout, rank, machine) + exchanging)
                 for rank, (_, held) in enumerate(per_rank)
             ),
             weights={b.index: float(sizes[b.index] * self.item) for b in shared if b.weights is Weights.SLICED},

@@ -1,18 +1,20 @@
 """What a training run holds on each rank, in bytes, before it runs: by kind, its peak, and where that is.
 
 The state between steps follows from the layout (layout/state_bytes.py), the rest from the simulated step. On GPUs the
-buffers of communicators count, as NCCL's sources tell (distributed/nccl_limits.py). Not counted: the process itself,
-its libraries, memory that ranks share to exchange tensors, and the copy of the state that a checkpoint is written from.
+buffers of communicators count, as NCCL's sources tell (distributed/nccl_limits.py), and memory through which kernels
+move experts' rows. Not counted: the process itself, its libraries, other memory that ranks share to exchange tensors,
+and the copy of the state that a checkpoint is written from.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tpengine.config import Config, phases_of
+from tpengine.layout.decided import Decided, rows_memory_bytes
 from tpengine.layout.state_bytes import StateBytes, state_bytes
 from tpengine.layout.step_plan import Layout, check_phases, layout_of, phase_layouts, training_plan
 from tpengine.plan import Plan, Residency
@@ -23,6 +25,8 @@ from tpengine.planner.memory import memory_curve, slot_bytes
 from tpengine.planner.modelled.caches import prepared_bytes
 from tpengine.planner.modelled.costs import communicator_bytes, model_costs
 
+# Where the worst case does not fit: a router that is balanced by a loss or a bias stays below, in most steps.
+USUAL_ROW_LOAD = 2.0
 _LOAD_STEP = 0.01
 _Curve = tuple[tuple[float, float], ...]
 
@@ -36,6 +40,7 @@ class RankMemory:
         prepared: copies of weights that a CPU's matmuls read faster.
         slots: buffers that receives write to.
         communicators: NCCL's buffers, on GPUs; an estimate.
+        rows: memory through which kernels move rows of experts, beside the buffers that these end in.
         gathered, unsummed, activations: the most that is held at once of gathered weights, of gradients that are not
             summed yet, and of what micro-batches keep and work with.
         peak: the most of everything at once.
@@ -51,6 +56,7 @@ class RankMemory:
     peak: int
     action: str
     communicators: int = 0
+    rows: int = 0
 
     @property
     def compute_action(self) -> str:
@@ -70,6 +76,7 @@ class RankMemory:
             "activations": self.activations,
             "receive slots": self.slots,
             "NCCL's buffers (estimate)": self.communicators,
+            "experts' rows on their way": self.rows,
         }
         return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
 
@@ -83,9 +90,9 @@ def memory_of(
         config: validated.
         layout, plan: of that configuration.
         machine: a CPU or a GPU; decides what overlaps, and so a little what is held at once.
-        load: of the rank that gets most, as Sizes has it.
+        load: of the rank that gets most, as Sizes has it; where a layout has buffers for more, that.
     """
-    costs = model_costs(config, layout, plan, machine, load=load)
+    costs = model_costs(config, layout, plan, machine, load=max(load, layout.row_load))
     timeline = simulate(plan, costs)
     found = []
     for rank, lanes in enumerate(timeline.ranks):
@@ -106,6 +113,7 @@ def memory_of(
                 peak=int(lanes.peak_bytes),
                 action=_action_at_peak(lanes),
                 communicators=communicator_bytes(config, layout, machine),
+                rows=rows_memory_bytes(config, layout),
             )
         )
     return tuple(found)
@@ -159,17 +167,18 @@ def smaller_settings(config: Config) -> Iterator[tuple[str, Config]]:
             yield " ".join(f"--parallel.{name} {value}" for name, value in choice.items()), smaller
 
 
-def residency_that_fits(config: Config, limit: int, rank: int, device: str) -> Residency:
-    """Decide how long gathered weights stay, and check that a rank's memory is enough for every phase.
+def decided_that_fits(config: Config, limit: int, rank: int, device: str, moves_rows: bool = False) -> Decided:
+    """Decide what depends on memory, and check that a rank's is enough for every phase.
 
     Args:
         config: validated.
         limit: bytes that the rank may use; 0 for any number.
         rank: of the run.
         device: where it computes, cpu or cuda.
+        moves_rows: whether kernels may bring rows to experts, and so into buffers of a fixed size.
 
     Returns:
-        The decision, for all phases.
+        The decisions, for all phases.
 
     Raises:
         ValueError: the rank would hold more than there is: how much, where, and the nearest setting that fits. Or
@@ -180,11 +189,42 @@ def residency_that_fits(config: Config, limit: int, rank: int, device: str) -> R
     check_phases(phases)
     decided = [decided_residency(phase.config, limit, machine) for phase in phases]
     residency = next((one for one in decided if one is Residency.USE), decided[0])
-    for phase, layout in zip(phases, phase_layouts(phases, residency, device == "cuda"), strict=True):
-        where = f"in phase {phase.number + 1} " if len(phases) > 1 else ""
-        needed = memory_of(phase.config, layout, training_plan(phase.config, layout), machine)
-        _check_fits(phase.config, needed[rank // (layout.dp * layout.tp)], limit, rank, machine, where)
-    return residency
+    layouts = phase_layouts(phases, residency, device == "cuda")
+    planned = [
+        (phase.config, layout, training_plan(phase.config, layout))
+        for phase, layout in zip(phases, layouts, strict=True)
+    ]
+    row_load = decided_row_load(planned, limit, machine) if moves_rows else 0.0
+    for number, (of_phase, layout, plan) in enumerate(planned, 1):
+        where = f"in phase {number} " if len(phases) > 1 else ""
+        needed = memory_of(of_phase, replace(layout, row_load=row_load), plan, machine)
+        _check_fits(of_phase, needed[rank // (layout.dp * layout.tp)], limit, rank, machine, where, row_load)
+    return Decided(residency, row_load)
+
+
+def decided_row_load(planned: Sequence[tuple[Config, Layout, Plan]], limit: int, machine: Machine) -> float:
+    """Return for how many times the mean number of rows a rank's experts have buffers; 0 for none.
+
+    As asked with parallel.moe_load; else the worst case, in which one rank's experts get all rows, if every phase fits
+    into memory with it; else USUAL_ROW_LOAD if that fits; else none, and rows travel at their exact number.
+
+    Args:
+        planned: configuration, layout and plan of each phase.
+        limit: bytes per rank; 0 for no limit.
+        machine: as memory_of.
+    """
+    parallel = planned[0][0].parallel
+    if parallel.moe_load:
+        return min(parallel.moe_load, float(parallel.ep))
+
+    def fits(load: float) -> bool:
+        return not limit or all(
+            rank.peak <= limit
+            for config, layout, plan in planned
+            for rank in memory_of(config, replace(layout, row_load=load), plan, machine)
+        )
+
+    return next((load for load in (float(parallel.ep), USUAL_ROW_LOAD) if load <= parallel.ep and fits(load)), 0.0)
 
 
 def most_load(config: Config, layout: Layout, plan: Plan, limit: int, machine: Machine = CPU_CORE) -> float:
@@ -214,7 +254,9 @@ def most_load(config: Config, layout: Layout, plan: Plan, limit: int, machine: M
     return least
 
 
-def _check_fits(config: Config, needed: RankMemory, limit: int, rank: int, machine: Machine, when: str) -> None:
+def _check_fits(
+    config: Config, needed: RankMemory, limit: int, rank: int, machine: Machine, when: str, row_load: float
+) -> None:
     if limit and needed.peak > limit:
         fitting = (
             words
@@ -224,6 +266,8 @@ def _check_fits(config: Config, needed: RankMemory, limit: int, rank: int, machi
         words = next(fitting, "")
         remedy = f"use {words}" if words else "use more ranks, or a smaller --train.micro-batch-size"
         even = "with experts used evenly " if config.parallel.ep > 1 else ""
+        if row_load:
+            even = f"with buffers for {row_load:g} times the mean of experts' rows "
         where = "--parallel.memory-limit" if config.parallel.memory_limit else "what there is"
         raise ValueError(
             f"a rank's memory must be enough: by the plan {when}{even}rank {rank} would hold "

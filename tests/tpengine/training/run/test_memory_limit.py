@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +16,21 @@ from support.engine.parity import config_of
 from tpengine.config import Config, validate
 from tpengine.config.presets import preset_config
 from tpengine.distributed.launch import Launch
+from tpengine.layout.decided import Decided, rows_memory_bytes
 from tpengine.layout.state_bytes import state_bytes
 from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Residency
-from tpengine.planner.modelled.memory import decided_residency, memory_of, most_load, smaller_settings
-from tpengine.runs.memory_limit import fitting_residency, memory_limit
+from tpengine.planner.machine import CPU_CORE
+from tpengine.planner.modelled.memory import (
+    USUAL_ROW_LOAD,
+    decided_residency,
+    decided_row_load,
+    decided_that_fits,
+    memory_of,
+    most_load,
+    smaller_settings,
+)
+from tpengine.runs.memory_limit import decided_by_memory, kernels_move_rows, memory_limit
 from tpengine.runs.opening import said_of_balance, said_of_experts
 
 CPU = torch.device("cpu")
@@ -54,9 +65,9 @@ def test_too_little_is_refused_with_the_nearest_setting_that_fits(rank: int) -> 
     config = config_of(2, 1, 2, tied=False, kv_heads=2)
     launch, stage = Launch(rank, 4, rank, 4), rank // 2
     need = peaks_of(config)[stage]
-    assert fitting_residency(limited(config, need), launch, CPU) is Residency.STEP
+    assert decided_by_memory(limited(config, need), launch, CPU) == Decided(Residency.STEP)
     with pytest.raises(ValueError) as error:
-        fitting_residency(limited(config, need - 1), launch, CPU)
+        decided_by_memory(limited(config, need - 1), launch, CPU)
     message = str(error.value)
     assert message.endswith(f", or allow it with --parallel.memory-limit {need}")
     assert re.search(rf"rank {rank} would hold .* MB in \S+, .* more than --parallel.memory-limit", message)
@@ -65,13 +76,13 @@ def test_too_little_is_refused_with_the_nearest_setting_that_fits(rank: int) -> 
     smaller = dict(smaller_settings(config))[found[1]]
     # What is proposed fits on every stage, and is accepted.
     assert max(peaks_of(smaller)) < need
-    fitting_residency(limited(smaller, need - 1), launch, CPU)
+    decided_by_memory(limited(smaller, need - 1), launch, CPU)
 
 
 def test_what_nothing_saves_needs_more_ranks() -> None:
     config = limited(config_of(1, 1, 1, tied=False, kv_heads=2), 1)
     with pytest.raises(ValueError, match=r"use more ranks, or a smaller --train\.micro-batch-size, or"):
-        fitting_residency(config, Launch(0, 1, 0, 1), CPU)
+        decided_by_memory(config, Launch(0, 1, 0, 1), CPU)
 
 
 def test_gathered_weights_stay_while_they_fit() -> None:
@@ -99,10 +110,10 @@ def test_without_a_limit_a_host_is_shared_by_its_ranks(monkeypatch: pytest.Monke
     assert memory_limit(config, Launch(0, 4, 0, 4), CPU) == 250
     assert memory_limit(limited(config, 7), Launch(0, 4, 0, 4), CPU) == 7
     with pytest.raises(ValueError, match="more than what there is"):
-        fitting_residency(config, Launch(0, 4, 0, 4), CPU)
+        decided_by_memory(config, Launch(0, 4, 0, 4), CPU)
     # Unknown: nothing is refused.
     monkeypatch.setattr("tpengine.runs.memory_limit.available_bytes", lambda: 0)
-    assert fitting_residency(config, Launch(0, 4, 0, 4), CPU) is Residency.STEP
+    assert decided_by_memory(config, Launch(0, 4, 0, 4), CPU) == Decided(Residency.STEP)
 
 
 def shared_config(limit: int = 0) -> Config:
@@ -127,7 +138,7 @@ def test_a_plan_says_at_which_load_of_experts_it_fits() -> None:
     assert "is enough at every load" in even and f"is enough up to a load of {found:.2f} (rows of" in uneven
     # What is refused at the start is refused at an even load, and says so.
     with pytest.raises(ValueError, match="by the plan with experts used evenly rank 0 would hold"):
-        fitting_residency(shared_config(peak(1.0) - 1), Launch(0, 4, 0, 4), CPU)
+        decided_by_memory(shared_config(peak(1.0) - 1), Launch(0, 4, 0, 4), CPU)
 
 
 def test_a_run_with_biases_says_at_its_start_that_no_file_has_a_place_for_them() -> None:
@@ -146,3 +157,49 @@ def test_a_run_that_goes_on_without_balance_bias_says_what_becomes_of_the_biases
         "routers' biases stay as they are: choices follow them, and no step moves them any more"
     ]
     assert not said_of_balance("bias", biased) and not said_of_balance("none", base) and not said_of_balance(None, kept)
+
+
+def test_buffers_of_rows_are_as_large_as_memory_allows() -> None:
+    config = shared_config()
+    layout = layout_of(config)
+    planned = [(config, layout, training_plan(config, layout))]
+
+    def peak(load: float) -> int:
+        (of,) = planned
+        return max(rank.peak for rank in memory_of(of[0], replace(layout, row_load=load), of[2]))
+
+    # Room for all rows; else for twice the mean; else none.
+    assert decided_row_load(planned, 0, CPU_CORE) == decided_row_load(planned, peak(4.0), CPU_CORE) == 4.0
+    assert decided_row_load(planned, peak(4.0) - 1, CPU_CORE) == USUAL_ROW_LOAD
+    assert decided_row_load(planned, peak(USUAL_ROW_LOAD) - 1, CPU_CORE) == 0.0
+    # What they take is in the sheet: the rows themselves, and the memory that they move through.
+    (even,), (full,) = (memory_of(*planned[0]), memory_of(config, replace(layout, row_load=4.0), planned[0][2]))
+    assert even.rows == 0 < full.rows == rows_memory_bytes(config, replace(layout, row_load=4.0))
+    assert full.kinds()["experts' rows on their way"] == full.rows
+    assert full.activations > even.activations and full.peak - even.peak > full.rows
+    # As asked: then it must fit.
+    asked = replace(config, parallel=replace(config.parallel, moe_load=3.0, memory_limit=peak(3.0)))
+    assert decided_that_fits(asked, peak(3.0), 0, "cpu", moves_rows=True) == Decided(Residency.STEP, 3.0)
+    with pytest.raises(ValueError, match="with buffers for 3 times the mean of experts' rows rank 0 would hold"):
+        decided_that_fits(asked, peak(3.0) - 1, 0, "cpu", moves_rows=True)
+    assert (
+        "memory by the plan is that of buffers for 3 times the mean of rows, and is enough at every load"
+        in (said_of_experts(config, replace(layout, row_load=3.0), 4.0)[0])
+    )
+
+
+def test_kernels_bring_rows_between_gpus_of_one_host() -> None:
+    config, cuda, launch = shared_config(), torch.device("cuda"), Launch(0, 4, 0, 4)
+
+    def asking(**parallel: Any) -> Config:
+        return replace(config, parallel=replace(config.parallel, **parallel))
+
+    exact = replace(config, train=replace(config.train, reduction="exact"))
+    wide = replace(config, train=replace(config.train, dtype="float64"))
+    assert kernels_move_rows(config, launch, cuda)
+    assert not kernels_move_rows(config, launch, CPU)
+    assert not kernels_move_rows(config, Launch(0, 4, 0, 2), cuda)
+    others = (asking(tp_comm="plain"), asking(ep=1), exact, wide)
+    assert [kernels_move_rows(other, launch, cuda) for other in others] == [False] * 4
+    # Where they do not, no memory is set aside for them.
+    assert decided_by_memory(config, launch, CPU) == Decided(Residency.STEP, 0.0)
