@@ -291,8 +291,8 @@ def _why_second(step: int, result: StepResult, state: TrainState, num_second: in
     """Return why a step was computed twice, in words."""
     load = state.rank.comms.row_load
     return (
-        f"step {step + 1} was computed twice: {result.loads[ROWS_OVER]:,} rows of experts were more than {load:g} times "
-        "the mean, for which there is room; the second time, and until rows fit, they travel at their exact number "
+        f"step {step + 1} was computed twice: {result.loads[ROWS_OVER]:,} rows of experts were more than {load:g} "
+        "times the mean, for which there is room; then, and until rows fit, they travel at their exact number "
         f"({num_second} such steps since this start; a larger --parallel.moe-load has more room)"
     )
 

@@ -220,7 +220,7 @@ class ExpertLoads:
 
     @property
     def is_incomplete(self) -> Tensor:
-        """Whether rows of the current step were lost, float64 []: 1 or 0; on all ranks alike after `sum_over_stages`."""
+        """Whether rows of the current step were lost, float64 []: 1 or 0, once `sum_over_stages` has them."""
         return (self.rows_over * self.uses_buffers > 0).double()
 
     @torch.no_grad()

@@ -1,8 +1,8 @@
-"""Rung: interpreter, several processes. Rows of experts that kernels bring into buffers: the bits of exact sizes.
+"""Rung: interpreter, several processes; GPU. Rows of experts that kernels bring into buffers: the bits of exact sizes.
 
-All of the engine's kernels are interpreted, on ranks that share memory. A run whose buffers have room for all rows, one
-whose rows do not fit in some steps, and one without buffers give the same bits. What only GPUs check: that the host
-waits for nothing, and that their memory can be addressed.
+All of the engine's kernels are interpreted, on ranks that share memory, or run by ranks that share a GPU. A run whose
+buffers have room for all rows, one whose rows do not fit in some steps, and one without buffers give the same bits.
+What only several GPUs check: that the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 import torch
 from support import CountMutations
 from support.engine.parity import config_of
+from support.ranks.gpu_ranks import needs_gpu
 from support.ranks.rank_pool import RankPool
 from tpkernels.exchange import experts as exact
 from tpkernels.fused import bounded_rows
@@ -71,7 +72,7 @@ class Trained(NamedTuple):
 
 
 def trained(
-    config: Config, row_load: float, num_steps: int, hot: Sequence[int] = (), mutation: str = ""
+    config: Config, device: str, row_load: float, num_steps: int, hot: Sequence[int] = (), mutation: str = ""
 ) -> tuple[Any, ...]:
     """Train, and return what Trained has; in the steps `hot` biases send all rows to the experts of the first rank."""
     counted = {"bounded": 0, "exact": 0}
@@ -88,7 +89,7 @@ def trained(
             patch.setattr(ExpertLoads, name, by)
         patch.setattr(row_buffers, "exchange_bounded_counts", counting("bounded", bounded_rows.exchange_bounded_counts))
         patch.setattr(row_buffers, "exchange_counts", counting("exact", exact.exchange_counts))
-        trainer = Trainer(config, open_corpus(config), torch.device("cpu"), decided=Decided(row_load=row_load))
+        trainer = Trainer(config, open_corpus(config), torch.device(device), decided=Decided(row_load=row_load))
         comms = trainer.state.rank.comms
         said = comms.describe(trainer.state.rank.mailbox)
         assert comms.ep is not None
@@ -102,7 +103,7 @@ def trained(
                 # Choices follow it: experts 0 and 1 are the first rank's.
                 bias.data[:2] = 10.0 if step in hot else 0.0
             results.append(trainer.step.run(step))
-    weights = {name: weight.detach().clone() for name, weight in trainer.state.held.items()}
+    weights = {name: weight.detach().cpu() for name, weight in trainer.state.held.items()}
     return results, weights, counted["bounded"], counted["exact"], said
 
 
@@ -125,11 +126,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 FAST, STEPS, HOT, TIGHT = ("dp 2",), 3, (0,), 1.75
 
 
-def of_layout(pool: RankPool, layout: str, row_load: float, mutation: str = "") -> list[Trained]:
+def of_layout(pool: RankPool, device: str, layout: str, row_load: float, mutation: str = "") -> list[Trained]:
     """Train on the ranks of a layout."""
     config = config_with_experts(**LAYOUTS[layout])
     world = math.prod(size or 1 for size in (config.parallel.tp, config.parallel.dp, config.parallel.pp))
-    return [Trained(*found) for found in pool.run(trained, world, config, row_load, STEPS, HOT, mutation)]
+    return [Trained(*found) for found in pool.run(trained, world, config, device, row_load, STEPS, HOT, mutation)]
 
 
 def calls_of(layout: str) -> int:
@@ -138,11 +139,26 @@ def calls_of(layout: str) -> int:
     return config.train.num_micro_batches * config.model.num_layers // (config.parallel.pp or 1)
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
-def test_a_step_whose_rows_do_not_fit_is_computed_again(interpreters: RankPool, layout: str) -> None:
-    exactly, tight = (of_layout(interpreters, layout, row_load) for row_load in (0.0, TIGHT))
+def in_slow(layout: str) -> Any:
+    return layout if layout in FAST else pytest.param(layout, marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where ranks compute."""
+    return str(request.param)
+
+
+@pytest.fixture
+def pool(device: str, request: pytest.FixtureRequest) -> RankPool:
+    """Ranks that interpret kernels, or share a GPU."""
+    found: RankPool = request.getfixturevalue("interpreters" if device == "cpu" else "ranks")
+    return found
+
+
+@pytest.mark.parametrize("layout", map(in_slow, LAYOUTS))
+def test_a_step_whose_rows_do_not_fit_is_computed_again(pool: RankPool, device: str, layout: str) -> None:
+    exactly, tight = (of_layout(pool, device, layout, row_load) for row_load in (0.0, TIGHT))
     for without, part in zip(exactly, tight, strict=True):
         assert (without.bounded, without.exact) == (0, 0)  # the layers call it themselves
         assert same_numbers(without, part)
@@ -157,8 +173,8 @@ def test_a_step_whose_rows_do_not_fit_is_computed_again(interpreters: RankPool, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_with_room_for_all_rows_nothing_is_computed_twice(interpreters: RankPool, layout: str) -> None:
-    exactly, roomy = (of_layout(interpreters, layout, row_load) for row_load in (0.0, 8.0))
+def test_with_room_for_all_rows_nothing_is_computed_twice(pool: RankPool, device: str, layout: str) -> None:
+    exactly, roomy = (of_layout(pool, device, layout, row_load) for row_load in (0.0, 8.0))
     for without, whole in zip(exactly, roomy, strict=True):
         assert same_numbers(without, whole)
         assert (whole.bounded, whole.exact) == (STEPS * calls_of(layout), 0)
@@ -168,11 +184,11 @@ def test_with_room_for_all_rows_nothing_is_computed_twice(interpreters: RankPool
 
 @pytest.mark.slow
 def test_an_overflow_that_nobody_sees_is_noticed(interpreters: RankPool, count_mutations: CountMutations) -> None:
-    exactly = of_layout(interpreters, "dp 2", 0.0)
+    exactly = of_layout(interpreters, "cpu", "dp 2", 0.0)
     unnoticed = [
         name
         for name in MUTATIONS
-        if all(map(same_numbers, exactly, of_layout(interpreters, "dp 2", TIGHT, mutation=name)))
+        if all(map(same_numbers, exactly, of_layout(interpreters, "cpu", "dp 2", TIGHT, mutation=name)))
     ]
     count_mutations("rows of experts that have no room", len(MUTATIONS) - len(unnoticed), len(MUTATIONS))
     assert not unnoticed
