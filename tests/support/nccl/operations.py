@@ -155,7 +155,9 @@ class _Written:
         elif kernel.name == "gather_matmul_kernel" and kernel.how == "pull":
             there = ((*self._gather, "fetched", self._rank),)
             self._add(kernel, Launch(action, kernel.name, COMPUTE, seconds, fused, 1, awaits=there))
-        elif kernel.name == "matmul_scatter_kernel" or kernel.how == "push":
+        elif kernel.name == "counts_kernel":
+            self._add(kernel, Launch(action, kernel.name, COMPUTE, seconds, 1, 1, begins=mine, awaits=all_of))
+        elif kernel.name in ("matmul_scatter_kernel", "take_kernel", "return_kernel") or kernel.how == "push":
             # It sends what it has for the others, then waits for theirs.
             self._add(kernel, Launch(action, kernel.name, COMPUTE, seconds, fused, 1, begins=mine, awaits=all_of))
         else:

@@ -78,7 +78,7 @@ class HostWaited:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of a fused matmul, of ranks that address each other's memory.
+    """A kernel of a fused matmul, or one that moves rows of experts, of ranks that address each other's memory.
 
     Attributes:
         name: the kernel's. how: as it is told.

@@ -13,7 +13,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -35,6 +35,7 @@ from support.ranks.fake_ranks import Call, Recorder, fake_rank
 from tpengine.config import Config
 from tpengine.data import open_corpus
 from tpengine.distributed.mesh import Communicators
+from tpengine.layout.decided import Decided
 from tpengine.observe.activity import Activity
 from tpengine.plan import Action
 from tpengine.plan.actions import RECEIVES, SENDS, counterpart
@@ -48,6 +49,10 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}
 _GENERATION_BYTES = 1 << 16
 # What these read are the host paths' own numbers; on a GPU kernels read them.
 _HOST_PATHS = "/tpkernels/ops/"
+
+
+# What kernels write, and tables that one writes and others read.
+_WRITTEN, _TABLES = ("p_y", "p_full", "p_rows", "p_dweights"), ("p_segments", "p_offsets", "p_spilled")
 
 
 @dataclass
@@ -115,15 +120,20 @@ class Noting(Recorder):
         expects = str(what) if isinstance(what, Action) and what.kind in RECEIVES else ""
         self.entries.append(Began(str(what), content, expects))
 
-    def launched(self, members: tuple[int, ...], kernel: Any, arguments: Sequence[Any], options: Mapping) -> None:
-        """Note a fused kernel; what it would write is zero."""
+    def launched(
+        self, arenas: Mapping[int, tuple[int, ...]], kernel: Any, arguments: Sequence[Any], options: Mapping
+    ) -> None:
+        """Note a kernel of the ranks whose arena it is given; what it would write is zero."""
         named = dict(zip(kernel.arg_names, arguments, strict=False))
         with _disable_current_modes():
-            for name in ("p_y", "p_full"):
+            for name in (*_WRITTEN, *(_TABLES if kernel.fn.__name__ == "counts_kernel" else ())):
                 if isinstance(named.get(name), Tensor):
                     named[name].zero_()
+        if "control" not in named:
+            self.computed(by_product=False)
+            return
         how = str(options.get("HOW", ""))
-        self.entries.append(Kernel(kernel.fn.__name__, how, members, self._by_copies))
+        self.entries.append(Kernel(kernel.fn.__name__, how, arenas[named["control"]], self._by_copies))
 
     @contextmanager
     def on_copies(self) -> Iterator[None]:
@@ -199,17 +209,25 @@ def noted_rank(rank: int, world: int, config: Config) -> Iterator[Noting]:
             yield noting
             return
         of = Communicators.of
-        members: list[int] = []
+        arenas: dict[int, tuple[int, ...]] = {}
+
+        def open_arena(comm: Communicator, strategy: str) -> None:
+            if comm.group is not None and comm.size > 1:
+                members = dist.get_process_group_ranks(comm.group)
+                comm.device_arena, comm.strategy = _arena(comm, members, noting), strategy
+                arenas[comm.device_arena.address] = tuple(members)
 
         def with_kernels(*args: Any) -> Communicators:
             comms = of(*args)
-            if comms.tp.group is not None and comms.tp.size > 1:
-                members[:] = dist.get_process_group_ranks(comms.tp.group)
-                comms.tp.device_arena, comms.tp.strategy = _arena(comms.tp, members, noting), "fused"
-            return comms
+            open_arena(comms.tp, "fused")
+            if comms.ep is None or not config.parallel.moe_load:
+                return comms
+            if comms.ep is not comms.tp:
+                open_arena(comms.ep, "plain")
+            return replace(comms, row_load=config.parallel.moe_load)
 
         patch.setattr(Communicators, "of", with_kernels)
-        with observed(HOPPER, lambda kernel, _, args, options: noting.launched(tuple(members), kernel, args, options)):
+        with observed(HOPPER, lambda kernel, _, args, options: noting.launched(arenas, kernel, args, options)):
             yield noting
 
 
@@ -253,7 +271,8 @@ def record_run(config: Config) -> list[Record]:
     for rank in range(world):
         with noted_rank(rank, world, config) as noting:
             noting.begin_section("connect")
-            trainer = Trainer(config, corpus, CPU, activity=NotedActivity(noting))
+            decided = Decided(row_load=config.parallel.moe_load)
+            trainer = Trainer(config, corpus, CPU, activity=NotedActivity(noting), decided=decided)
             for step in range(2):
                 noting.begin_section(f"step {step}")
                 trainer.step.run(step)

@@ -20,7 +20,7 @@ from support.nccl.machine import Machine, NoProgress, WrongMessage
 from support.nccl.operations import PLENTY, Holdings, programs_of
 from support.nccl.orders import order_cycle
 from support.nccl.processors import NUM_SEEDS
-from support.nccl.record import Called, Kernel, Record
+from support.nccl.record import Began, Called, HostWaited, Kernel, Record, Section
 from support.nccl.recording import record_run
 from support.ranks.rank_pool import RankPool
 
@@ -50,11 +50,15 @@ def layout(
     return replace(config, train=replace(config.train, dtype="float32", eval_micro_batches=2))
 
 
-def with_experts(config: Config, ep: int) -> Config:
-    """The layout of a model in which every token chooses two of four experts, which ep ranks share."""
+def with_experts(config: Config, ep: int, moe_load: float = 0.0) -> Config:
+    """The layout of a model in which every token chooses two of four experts, which ep ranks share.
+
+    Args:
+        moe_load: for how many times the mean there are buffers that kernels bring rows to; 0: all-to-all.
+    """
     details = ModelDetails(num_experts=4, experts_per_token=2, expert_ffn_size=24, normalizes_scores=True)
     model = replace(config.model, architecture="qwen3_moe", details=details, tie_embeddings=False)
-    parallel = replace(config.parallel, ep=ep)
+    parallel = replace(config.parallel, ep=ep, moe_load=moe_load)
     assert parallel.tp and parallel.pp and parallel.dp
     return validate(replace(config, model=model, parallel=parallel), parallel.tp * parallel.pp * parallel.dp)
 
@@ -66,6 +70,8 @@ LAYOUTS = {
     "stages of fused ranks, split backward": layout(1, 2, 2, schedule="zb-h1"),
     "experts of tp ranks": with_experts(layout(1, 2, 2, tp_comm="plain"), 2),
     "experts of all ranks of a stage": with_experts(layout(2, 2, 2, tp_comm="plain", zero=1), 4),
+    "experts of tp ranks, rows by kernels": with_experts(layout(1, 2, 2), 2, moe_load=1.5),
+    "experts of all ranks, rows by kernels": with_experts(layout(2, 2, 2, zero=2, num_micro_batches=2), 4, moe_load=4),
     "slices that come and go": layout(2, 1, 2, schedule="zbv", zero=3, num_micro_batches=2),
 }
 
@@ -128,6 +134,33 @@ def test_the_record_has_what_the_machine_is_about(recorded: Callable[[str], Reco
     assert {"pp", "dp", "tp", "dp_tp", "ends"} <= names
     kernels = {entry.name for entry in entries if isinstance(entry, Kernel)}
     assert kernels == {"publish_kernel", "fetch_kernel", "gather_matmul_kernel", "matmul_scatter_kernel"}
+
+
+def waits_in_steps(record: Record) -> dict[str, int]:
+    """How often the host waits for the device in the forwards and backwards of the steps, by the kind of action."""
+    waits: dict[str, int] = {}
+    section, action = "", ""
+    for entry in record:
+        if isinstance(entry, Section):
+            section, action = entry.name, ""
+        elif isinstance(entry, Began):
+            action = entry.action
+        elif isinstance(entry, HostWaited) and section.startswith("step"):
+            for kind in re.findall(r"^\d+([FBIW])\d", action):
+                waits[kind] = waits.get(kind, 0) + 1
+    return waits
+
+
+@pytest.mark.slow
+def test_with_buffers_the_host_waits_for_no_rows(recorded: Callable[[str], Records]) -> None:
+    for record in recorded("experts of tp ranks"):
+        # For each layer and micro-batch, in two steps; numbers that are on the host already are counted too.
+        assert waits_in_steps(record)["F"] >= 8
+    for record in recorded("experts of tp ranks, rows by kernels"):
+        assert waits_in_steps(record) == {}
+        assert {"counts_kernel", "take_kernel", "return_kernel"} <= {
+            entry.name for entry in record if isinstance(entry, Kernel)
+        }
 
 
 def broken(name: str, records: Records) -> str:
