@@ -49,12 +49,12 @@ def test_there_are_few_settings_with_distinct_names() -> None:
     which checkpoints stay (2), how documents lie in sequences, what is run for a checkpoint, who is told, mixtures,
     what is done about a step that leaps, a held-out text, on how many samples of it the loss is, the optimizer, the
     dtype of what it keeps, groups of parameters, what next-token loss has besides (2), columns of a text, who shares
-    experts, and how their load is balanced (2).
+    experts, how their load is balanced (2), and what room there is for their rows.
     """
     names = setting_names(Config())
     # A path is the data's and the model's, a schedule the pipeline's and the learning rate's.
     assert sorted(names) == sorted([*set(names), "path", "schedule"])
-    assert len(names) <= 83
+    assert len(names) <= 84
 
 
 @pytest.mark.parametrize(

@@ -388,7 +388,7 @@ def test_replicas_of_one_stage_may_lie_on_two_nodes() -> None:
 
 @pytest.mark.parametrize(("tp", "ep", "rings"), [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 2)])
 def test_what_routers_count_travels_once_a_step(tp: int, ep: int, rings: int) -> None:
-    """Of 2 layers 4 experts' tokens, crossing rows and 16 losses: 8 bytes each, once around dp 2; with ep tp too."""
+    """Of 2 layers 4 experts' tokens, crossing rows, 16 losses; rows over: 8 bytes each, once around dp 2; with ep tp."""
     details = ModelDetails(num_experts=4, experts_per_token=2, expert_ffn_size=16)
     sizes = {"architecture": "qwen3_moe", "num_layers": 2, "details": details}
     config = config_of(model=sizes, tp=tp, dp=2, ep=ep)
@@ -396,7 +396,7 @@ def test_what_routers_count_travels_once_a_step(tp: int, ep: int, rings: int) ->
     plan = training_plan(config, layout)
     (counts,) = plan.counts
     costs = model_costs(config, layout, plan, machine_of(link=1.0))
-    assert costs.reductions[counts.index] == rings * ring_time(2 * 8 * (4 + 1 + 16), 2, 1.0)
+    assert costs.reductions[counts.index] == rings * ring_time(8 * (2 * (4 + 1 + 16) + 1), 2, 1.0)
     (lanes,) = simulate(plan, replace(costs, compute=dict.fromkeys(costs.compute, 1.0))).ranks
     (sums,) = [span for span in lanes.reductions if span.action.index == counts.index]
     (clip,) = [span for span in lanes.compute if span.action.kind is Kind.CLIP]
