@@ -388,7 +388,7 @@ def test_replicas_of_one_stage_may_lie_on_two_nodes() -> None:
 
 @pytest.mark.parametrize(("tp", "ep", "rings"), [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 2)])
 def test_what_routers_count_travels_once_a_step(tp: int, ep: int, rings: int) -> None:
-    """Of 2 layers 4 experts' tokens, crossing rows, 16 losses; rows over: 8 bytes each, once around dp 2; with ep tp."""
+    """Of 2 layers 4 experts' tokens, crossing rows, 16 losses, and rows over: 8 bytes each, around dp 2; with ep tp."""
     details = ModelDetails(num_experts=4, experts_per_token=2, expert_ffn_size=16)
     sizes = {"architecture": "qwen3_moe", "num_layers": 2, "details": details}
     config = config_of(model=sizes, tp=tp, dp=2, ep=ep)
