@@ -228,17 +228,29 @@ def _operators() -> list[Case]:
 
 
 def _experts() -> list[Case]:
-    """Experts as in Qwen3-30B-A3B, in 200 s: right first, then their products beside torch's and Liger's."""
+    """Experts as in Qwen3-30B-A3B, in 200 s: right first, then their products beside torch's and Liger's.
 
-    def tests(name: str, worth: float, seconds: float, chosen: str, *paths: str) -> Case:
+    And rows that kernels bring to them, by ranks that share the GPU.
+    """
+
+    def tests(name: str, worth: float, seconds: float, chosen: str, *paths: str, needs: Sequence[str] = ()) -> Case:
         arguments = {"paths": paths, "chosen": chosen}
-        return Case(f"tests/{name}", "c", worth, seconds, f"{CASES}.tests:run", arguments, TESTS)
+        return Case(f"tests/{name}", "c", worth, seconds, f"{CASES}.tests:run", arguments, (*TESTS, *needs))
 
     products = ["grouped_matmul", "grouped_matmul_dgrad", "grouped_wgrad", "grouped_swiglu"]
     sizes: dict[str, Any] = {"ops": ["experts"], "models": ["qwen3_30b_a3b"], "seqs": [32768], "rounds": 10}
     rivals = ["torch", "liger"]
     return [
         tests("experts", 500, 80, "[gpu", f"{OPS}/experts"),
+        tests("expert_rows", 300, 60, "equal_bits and cuda-2", "tests/kernels/fused/test_bounded_rows.py"),
+        tests(
+            "row_buffers",
+            250,
+            60,
+            "computed_again and cuda and not blocks and not pp",
+            "tests/tpengine/training/layouts/test_row_buffers.py",
+            needs=TRAINING,
+        ),
         _operators_case("experts/products", "g", 400, 60, cases=products, rivals=rivals, **sizes),
         _operators_case("experts/whole", "g", 350, 60, cases=["experts"], rivals=rivals, **sizes),
     ]

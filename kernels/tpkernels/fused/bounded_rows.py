@@ -55,9 +55,15 @@ class BoundedRoutes(Routes):
 
 
 def can_bound(comm: Communicator, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether kernels move rows of a dtype between the ranks of a communicator; the same on all ranks."""
+    """Return whether kernels move rows of a dtype between the ranks of a communicator; the same on all ranks.
+
+    Args:
+        device: of the rows; without an index that of the arena.
+    """
     arena = comm.device_arena
-    return arena is not None and arena.device == device and dtype in KERNEL_DTYPES
+    if arena is None or dtype not in KERNEL_DTYPES:
+        return False
+    return arena.device.type == device.type and device.index in (None, arena.device.index)
 
 
 @torch.no_grad()
