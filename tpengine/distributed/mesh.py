@@ -45,7 +45,7 @@ from tpengine.distributed.nccl_limits import (
     users_limit,
     words_of_nccl,
 )
-from tpengine.distributed.process import grows_segments, hosts_of_ranks, nccl_version
+from tpengine.distributed.process import grows_segments, hosts_of_ranks, max_over_ranks, nccl_version
 
 # Sums of gradients are exchanged in pieces of a quarter of this (rows exchange/all_reduce/... of benchmarks/results).
 SUM_ARENA_BYTES = 16_000_000
@@ -334,7 +334,10 @@ class Communicators:
         ep, edp = (None, None) if mesh.ep is None else (tp, dp)
         if mesh.ep is not mesh.tp and mesh.ep is not None:
             ep, edp = for_rows(mesh.ep), for_sums(mesh.edp)
-        has_kernels = ep is not None and can_bound(ep, device, getattr(torch, config.train.dtype))
+        if row_load:
+            # One host may refuse the memory that another gives: all ranks do the same, or none would end a step alike.
+            has_none = ep is None or not can_bound(ep, device, getattr(torch, config.train.dtype))
+            row_load = 0.0 if max_over_ranks([float(has_none)], device)[0] else row_load
         return cls(
             tp=tp,
             pp=Communicator(mesh.pp),
@@ -349,7 +352,7 @@ class Communicators:
             pp_backward=None if mesh.pp_backward is None else Communicator(mesh.pp_backward),
             nccl=_words_of_nccl(mesh) if is_nccl() else "",
             rows_through_memory=rows_through_memory,
-            row_load=row_load if has_kernels else 0.0,
+            row_load=row_load,
         )
 
     def describe(self, mailbox: Mailbox | None) -> str:
@@ -382,6 +385,16 @@ class Communicators:
         if self.nccl:
             parts.append(self.nccl)
         return "; ".join(parts) or "none, one process"
+
+    def check(self) -> None:
+        """Raise if a kernel of a step has given up waiting, as far as this rank knows; call it after synchronising.
+
+        Raises:
+            PeerError, CallMismatch: as Communicator.check.
+        """
+        self.tp.check()
+        if self.ep is not None:
+            self.ep.check()
 
     def arena_bytes(self, mailbox: Mailbox | None) -> int:
         """Return the bytes that this rank has for exchanging tensors with others: arenas and mailbox."""

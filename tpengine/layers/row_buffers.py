@@ -52,11 +52,6 @@ class RowBuffers:
         self.are_used = False
         self.spilled = torch.zeros((), dtype=torch.int64, device=device)
 
-    @property
-    def can_spill(self) -> bool:
-        """Whether there is any routing whose rows do not fit."""
-        return self.load < self._comm.size
-
     def clear(self) -> None:
         """Forget what did not fit."""
         self.spilled.zero_()

@@ -179,6 +179,11 @@ def said_of_experts(config: Config, layout: Layout, most_load: float) -> list[st
             f"memory by the plan is that of {of}, and is enough {until} (rows of the hottest rank over the mean: "
             "expert_rank_load of metrics.jsonl)"
         )
+    if config.parallel.moe_load and not layout.row_load:
+        said.append(
+            "--parallel.moe-load sizes no buffers here: kernels bring rows to experts between GPUs of one host alone, in "
+            "16 bits or float32, and not with --parallel.tp-comm plain"
+        )
     if lacks_bias(config.model):
         said.append(
             f"no export: files of {config.model.architecture} have no place for the biases of --train.balance bias; "

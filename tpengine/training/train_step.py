@@ -484,7 +484,7 @@ class TrainStep:
         if not is_missing:
             self.reader.hear(reports)
         # The device is done: raise if one of its kernels gave up waiting for a peer.
-        self.state.rank.comms.tp.check()
+        self.state.rank.comms.check()
         if not usable:
             raise RunError(self.batch.step.refusal(step, all_gather_json(self.batch.step.error)))
         if compared and (problem := self.batch.problem(compared)):

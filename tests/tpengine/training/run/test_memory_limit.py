@@ -201,5 +201,8 @@ def test_kernels_bring_rows_between_gpus_of_one_host() -> None:
     assert not kernels_move_rows(config, Launch(0, 4, 0, 2), cuda)
     others = (asking(tp_comm="plain"), asking(ep=1), exact, wide)
     assert [kernels_move_rows(other, launch, cuda) for other in others] == [False] * 4
-    # Where they do not, no memory is set aside for them.
+    # Where they do not, no memory is set aside for them, and a load that was asked for is told to have no effect.
+    asked = asking(moe_load=2.0)
+    assert not kernels_move_rows(asked, launch, CPU)
+    assert "--parallel.moe-load sizes no buffers here" in said_of_experts(asked, layout_of(asked), 4.0)[1]
     assert decided_by_memory(config, launch, CPU) == Decided(Residency.STEP, 0.0)
