@@ -181,8 +181,8 @@ def said_of_experts(config: Config, layout: Layout, most_load: float) -> list[st
         )
     if config.parallel.moe_load and not layout.row_load:
         said.append(
-            "--parallel.moe-load sizes no buffers here: kernels bring rows to experts between GPUs of one host alone, in "
-            "16 bits or float32, and not with --parallel.tp-comm plain"
+            "--parallel.moe-load sizes no buffers here: kernels bring rows to experts between GPUs of one host alone, "
+            "in 16 bits or float32, and not with --parallel.tp-comm plain"
         )
     if lacks_bias(config.model):
         said.append(
