@@ -447,7 +447,7 @@ def _check_moe_load(config: Config) -> None:
     if load and (ep == 1 or reduction == "exact"):
         why = "ep 1" if ep == 1 else "train.reduction exact, where rows travel at their exact number"
         raise ValueError(
-            f"moe_load is of ranks that share experts, in fast mode: got {load:g} with {why}: leave moe_load out"
+            f"moe_load is of ranks that share experts, in fast mode: got {load:g} with {why}: use moe_load 0"
         )
 
 

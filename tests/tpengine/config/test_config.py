@@ -167,7 +167,7 @@ BROKEN: list[tuple[dict[str, Any], int, list[str]]] = [
         ],
     ),
     ({"ep": 4, "dp": 4, "moe_load": 0.5, **EXPERTS}, 4, ["moe_load is for how many times the mean", "0.5", "use 1"]),
-    ({"moe_load": 2.0, **EXPERTS}, 1, ["moe_load is of ranks that share experts", "got 2 with ep 1", "leave moe_load"]),
+    ({"moe_load": 2.0, **EXPERTS}, 1, ["moe_load is of ranks that share experts", "got 2 with ep 1", "use moe_load 0"]),
     ({"ep": 3, "dp": 3, **EXPERTS}, 3, ["num_experts must be divisible by ep", "num_experts 8, ep 3", "use ep 1"]),
     ({"ep": 8, "tp": 2, "dp": 2, **EXPERTS}, 4, ["divide the tp * dp ranks", "ep 8, tp 2 * dp 2", "use ep 4"]),
     ({"ep": 2, "tp": 4, "dp": 2, **EXPERTS}, 8, ["tp times a divisor of dp", "ep 2, tp 4, dp 2", "use ep 1 or 4"]),
