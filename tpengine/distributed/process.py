@@ -24,7 +24,7 @@ from tpkernels.symmetric.signals import PeerError
 from tpengine.distributed.facts import RankFacts, all_facts, await_readers, cards
 from tpengine.distributed.groups import library_timeout, nccl_options
 from tpengine.distributed.launch import Launch, loopback_variables, network_identity
-from tpengine.distributed.nccl_limits import FEW_BYTES, nccl_variables, users_limit
+from tpengine.distributed.nccl_limits import PROCESSORS_FOR_FEW_BYTES, nccl_variables, users_limit
 
 # What gloo, NCCL and the store report when the other side is gone.
 _LOST = re.compile(
@@ -104,7 +104,7 @@ def start(
     given: dict[str, Any] = {}
     if backend == "nccl":
         # Of all ranks together little is exchanged: numbers at the end of a step, and texts.
-        given = {"device_id": device, "pg_options": nccl_options(FEW_BYTES)}
+        given = {"device_id": device, "pg_options": nccl_options(PROCESSORS_FOR_FEW_BYTES)}
     dist.init_process_group(
         backend,
         store=groups,
