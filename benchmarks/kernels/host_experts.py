@@ -2,9 +2,7 @@
 
 One thread, as a rank has in training. transformers' Qwen3MoeSparseMoeBlock is measured twice, by its eager loop over
 experts and by its grouped products (`experts_implementation` "eager" and "grouped_mm"); all three have the same weights
-and so the same routing. Uniform routing comes from a router of random weights. For Zipf's the router reads the
-logarithm of each expert's probability, 1/1 to 1/E, from a constant column of x, beside its random logits: so experts
-are drawn by those probabilities, without a word to either layer.
+and so the same routing (drawn_experts.py).
 
 Gradients of weights are new tensors of autograd ("new"), or are added to what earlier micro-batches left ("added"): in
 ours to the engine's buffers, in transformers' to `.grad`.
@@ -15,7 +13,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,9 +24,9 @@ from tpkernels.exchange.communicator import Communicator
 from benchmarks.harness.rows import make_row, stored
 from benchmarks.harness.tables import speed_table
 from benchmarks.harness.timing import Comparison, compare
+from benchmarks.kernels.drawn_experts import ExpertsSizes, Routing, details_of, drawn
 from tpengine.architectures.describe import Experts
 from tpengine.config import ModelConfig
-from tpengine.config.settings import ModelDetails
 from tpengine.distributed.local_ranks import THREADS_PER_RANK, run_ranks
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.model.parts import FastParts
@@ -37,44 +34,23 @@ from tpengine.model.parts import FastParts
 _OURS, _EAGER, _GROUPED = "tpengine", "eager", "grouped_mm"
 # Ours beside transformers' where nothing is rounded to fewer bits: sums in another order.
 _TOLERANCE = 1e-4
-# Of the random logits, in the scale of Zipf's logarithms.
-_SPREAD = 1.0
 
-Routing = Literal["uniform", "zipf"]
 Gradients = Literal["new", "added"]
 
 
 @dataclass(frozen=True)
-class Options:
-    """Sizes of the layer and of a micro-batch."""
+class Options(ExpertsSizes):
+    """Sizes of the layer and of a micro-batch, and what is measured."""
 
-    tokens: int = 2048
-    """Tokens per micro-batch, T."""
-    experts: int = 64
-    """E."""
-    top_k: int = 8
-    """Experts of a token, k."""
-    hidden: int = 512
-    """D."""
-    ffn: int = 256
-    """Width of an expert, F."""
     routing: tuple[Routing, ...] = ("uniform", "zipf")
     """How tokens are spread over experts."""
     gradients: tuple[Gradients, ...] = ("new", "added")
     """Whether weights' gradients are new tensors, or added to those of earlier micro-batches."""
-    rounds: int = 20
-    """Samples of each variant."""
-    out: Path | None = None
-    """Append one JSON line per case to this file."""
 
 
 def main(options: Options) -> int:
     """Measure every routing; return 1 if a check was red."""
-    if options.top_k > options.experts:
-        raise ValueError(
-            f"a token's experts are among all of them: top-k {options.top_k}, experts {options.experts}: use "
-            f"--top-k {options.experts}"
-        )
+    options.check()
     try:
         import transformers  # noqa: F401  # the rival
     except ImportError as error:
@@ -103,11 +79,7 @@ def measure(options: Options) -> list[dict[str, Any]]:
         for gradients in options.gradients:
             comparison = _compared(sides, x, dy, gradients, options.rounds)
             fields = {
-                "tokens": options.tokens,
-                "experts": options.experts,
-                "top_k": options.top_k,
-                "hidden": options.hidden,
-                "ffn": options.ffn,
+                **options.sizes(),
                 "routing": routing,
                 "gradients": gradients,
                 "largest_over_mean_ratio": float(counts.max() / counts.float().mean()),
@@ -254,42 +226,6 @@ def _compared(sides: Mapping[str, _Side], x: Tensor, dy: Tensor, gradients: Grad
             for name, side in sides.items()
         }
         return compare(calls, check=check, rounds=rounds)
-
-
-def details_of(options: Options) -> ModelDetails:
-    """Return the layer as a model's details say it."""
-    return ModelDetails(
-        num_experts=options.experts,
-        experts_per_token=options.top_k,
-        expert_ffn_size=options.ffn,
-        normalizes_scores=True,
-    )
-
-
-def drawn(options: Options, routing: Routing, *, falling: bool = False) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return x[T, D], the gradient of y, and the weights by the names of ours.
-
-    Args:
-        falling: whether Zipf's probabilities fall with the expert's number, instead of being spread at random.
-    """
-    draw, num, d, f = torch.Generator().manual_seed(0), options.experts, options.hidden, options.ffn
-
-    def normal(*sizes: int, scale: float = 1.0) -> Tensor:
-        return scale * torch.randn(sizes, generator=draw)
-
-    x, dy = normal(options.tokens, d), normal(options.tokens, d)
-    weights = {
-        "gate.weight": normal(num, d, scale=_SPREAD * d**-0.5),
-        "experts.gate_proj.weight": normal(num, f, d, scale=d**-0.5),
-        "experts.up_proj.weight": normal(num, f, d, scale=d**-0.5),
-        "experts.down_proj.weight": normal(num, d, f, scale=f**-0.5),
-    }
-    if routing == "zipf":
-        x[:, 0] = 1.0
-        order = torch.randperm(num, generator=draw)
-        places = torch.arange(1, num + 1) if falling else order + 1
-        weights["gate.weight"][:, 0] = -places.float().log()
-    return x.requires_grad_(), dy, weights
 
 
 def _counts(options: Options, x: Tensor, gate: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +37,7 @@ from tpkernels.work import hottest_share
 
 from benchmarks.harness.rows import make_row, stored
 from benchmarks.harness.timing import Comparison, Spread, compare, paired_ratios, spread_fields
-from benchmarks.kernels.host_experts import Options as LayerOptions
-from benchmarks.kernels.host_experts import Routing, details_of, drawn
+from benchmarks.kernels.drawn_experts import ExpertsSizes, Routing, details_of, drawn
 from tpengine.architectures.describe import Experts
 from tpengine.config import ModelConfig
 from tpengine.distributed.local_ranks import THREADS_PER_RANK, run_ranks
@@ -55,29 +53,16 @@ _EXCHANGES = ("exchange_counts", "rows_to_experts", "rows_to_sums", "combine_gra
 
 
 @dataclass(frozen=True)
-class Options:
-    """Sizes of the layer and of a micro-batch."""
+class Options(ExpertsSizes):
+    """Sizes of the layer and of a micro-batch, and the ranks that share them."""
 
     ranks: int = 2
     """N, which divides tokens and experts."""
-    tokens: int = 2048
-    """Tokens of all ranks, T."""
-    experts: int = 64
-    """E."""
-    top_k: int = 8
-    """Experts of a token, k."""
-    hidden: int = 512
-    """D."""
-    ffn: int = 256
-    """Width of an expert, F."""
-    rounds: int = 20
-    """Samples of each variant."""
-    out: Path | None = None
-    """Append one JSON line per case to this file."""
 
 
 def main(options: Options) -> int:
     """Measure even and skewed routing; return 1 if a check was red."""
+    options.check()
     if options.ranks < 2 or options.tokens % options.ranks or options.experts % options.ranks:
         raise ValueError(
             f"2 or more ranks divide tokens and experts: ranks {options.ranks}, tokens {options.tokens}, experts "
@@ -105,14 +90,7 @@ def measure(options: Options) -> list[dict[str, Any]]:
         check={routing: layer.check for routing, layer in layers.items()},
         rounds=options.rounds,
     )
-    sizes = {
-        "ranks": options.ranks,
-        "tokens": options.tokens,
-        "experts": options.experts,
-        "top_k": options.top_k,
-        "hidden": options.hidden,
-        "ffn": options.ffn,
-    }
+    sizes = {"ranks": options.ranks, **options.sizes()}
     rows = []
     for routing, layer in layers.items():
         fields = {**sizes, "routing": routing, "hottest_rank_ratio": layer.share, "check": comparison.check}
@@ -147,13 +125,11 @@ class _Layer:
 
     def __init__(self, options: Options, routing: Routing) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
-        x, dy, weights = drawn(_whole(options), routing, falling=True)
+        x, dy, weights = drawn(options, routing, falling=True)
         own = slice(rank * options.tokens // world, (rank + 1) * options.tokens // world)
         self.x, self.dy = x.detach()[own].clone().requires_grad_(), dy[own]
         comm = Communicator(dist.group.WORLD, arena_bytes=SUM_ARENA_BYTES)
-        model = ModelConfig(
-            hidden_size=options.hidden, num_heads=1, num_kv_heads=1, details=details_of(_whole(options))
-        )
+        model = ModelConfig(hidden_size=options.hidden, num_heads=1, num_kv_heads=1, details=details_of(options))
         # Alone in tp: each rank has tokens of its own, as replicas that share experts have.
         parts = FastParts(model, Communicator(None), experts_comm=comm, dtype=torch.float32)
         layer = parts.layer(Experts.of(model))
@@ -254,13 +230,3 @@ def _instead(calls: dict[str, Callable[..., Any]]) -> Iterator[None]:
     finally:
         for name, call in before.items():
             setattr(spread_experts, name, call)
-
-
-def _whole(options: Options) -> LayerOptions:
-    return LayerOptions(
-        tokens=options.tokens,
-        experts=options.experts,
-        top_k=options.top_k,
-        hidden=options.hidden,
-        ffn=options.ffn,
-    )

@@ -30,6 +30,8 @@ from tpengine.config import Config, ParallelConfig, num_shards_of, phases_of, sh
 from tpengine.config.exact_sizes import largest_dp
 from tpengine.config.lengths import MOST_STEPS
 from tpengine.config.presets import PRESETS
+from tpengine.config.ranges import nearest_of
+from tpengine.config.rules import legal_ep
 from tpengine.data import open_corpora
 from tpengine.distributed.local_ranks import Ranks
 from tpengine.layout.parameters import num_parameters
@@ -72,7 +74,11 @@ class CertifiedLayout:
 
 @dataclass(frozen=True)
 class CertifyOptions:
-    """What to certify; see the command's help."""
+    """What to certify; see the command's help.
+
+    Attributes:
+        dp_follows_ep: whether nobody named the layout's dp, so that it is what ep needs.
+    """
 
     layout: CertifiedLayout
     against: CertifiedLayout | None
@@ -90,6 +96,7 @@ class CertifyOptions:
     phases: str = ""
     architecture: str = ""
     balance: Literal["none", "loss", "bias"] = "none"
+    dp_follows_ep: bool = False
 
 
 def certify(options: CertifyOptions, witness: str = _WITNESS, gradients: str = _GRADIENTS) -> int:
@@ -200,20 +207,8 @@ def config_of(options: CertifyOptions, layout: CertifiedLayout, **train: Any) ->
         ValueError: sizes that do not divide; see config.validate.
     """
     base = base_of(options)
+    _check_sizes(base, layout, _name_of(options), dp_follows_ep=options.dp_follows_ep and layout == options.layout)
     in_all = base.train.num_micro_batches
-    for axis, size, most in (("tp", layout.tp, num_shards_of(base)), ("dp", layout.dp, largest_dp(in_all))):
-        if most % size:
-            legal = [n for n in range(1, most + 1) if most % n == 0]
-            why = f" ({shards_said(base)})" if axis == "tp" and most == 1 else ""
-            raise ValueError(
-                f"{axis} must divide {most} with {_name_of(options)}{why}: got {axis} {size}: use "
-                f"{min(legal, key=lambda n: (abs(n - size), -n))}"
-            )
-    if layout.pp > base.model.num_layers:
-        raise ValueError(
-            f"every pipeline stage needs a layer: {_name_of(options)} has {base.model.num_layers}, got pp "
-            f"{layout.pp}: use {base.model.num_layers}"
-        )
     train = {"reduction": "exact", "dtype": options.dtype, **train}
     config = replace(
         base,
@@ -238,6 +233,33 @@ def config_of(options: CertifyOptions, layout: CertifiedLayout, **train: Any) ->
         device="cpu",
     )
     return validate(config, layout.num_ranks)
+
+
+def _check_sizes(base: Config, layout: CertifiedLayout, name: str, *, dp_follows_ep: bool) -> None:
+    """Refuse what a layout cannot be with a preset or a model, called `name`, by what the user has named."""
+    shards, replicas = num_shards_of(base), largest_dp(base.train.num_micro_batches)
+    if layout.ep > 1 and not base.model.details.num_experts:
+        raise ValueError(f"ep shares out the experts of a model: ep {layout.ep}, and {name} has none: use ep 1")
+    if dp_follows_ep and replicas % layout.dp and shards % layout.tp == 0:
+        train = replace(base.train, reduction="exact")
+        legal = legal_ep(replace(base, parallel=ParallelConfig(layout.tp, 1, replicas), train=train))
+        raise ValueError(
+            f"without --dp there are as many replicas as --ep needs, and they must divide {replicas} with {name}: got "
+            f"ep {layout.ep}, which needs {layout.dp} with tp {layout.tp}: use {nearest_of('ep', layout.ep, legal)}"
+        )
+    for axis, size, most in (("tp", layout.tp, shards), ("dp", layout.dp, replicas)):
+        if most % size:
+            legal = [n for n in range(1, most + 1) if most % n == 0]
+            why = f" ({shards_said(base)})" if axis == "tp" and most == 1 else ""
+            raise ValueError(
+                f"{axis} must divide {most} with {name}{why}: got {axis} {size}: use "
+                f"{min(legal, key=lambda n: (abs(n - size), -n))}"
+            )
+    if layout.pp > base.model.num_layers:
+        raise ValueError(
+            f"every pipeline stage needs a layer: {name} has {base.model.num_layers}, got pp {layout.pp}: use "
+            f"{base.model.num_layers}"
+        )
 
 
 @contextlib.contextmanager

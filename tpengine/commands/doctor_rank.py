@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -72,7 +73,7 @@ def examine(args: argparse.Namespace, launch: Launch) -> int:
         say(f"not all was looked at: {why}")
 
     store, another = meeting.store, meeting.another_client if launch.world_size > 1 else lambda: meeting.store
-    with Together(launch, store, another, leave) as together:
+    with Together(launch, store, another, leave, _Progress()) as together:
         Examination(launch, device, together, store, options, record, os.environ).run()
     if launch.rank == 0:
         answer()
@@ -86,6 +87,17 @@ def examine(args: argparse.Namespace, launch: Launch) -> int:
         dist.destroy_process_group()
     is_fine = launch.rank != 0 or is_ready(record.findings) or "TORCHELASTIC_RUN_ID" in os.environ
     return 0 if is_fine else 1
+
+
+class _Progress:
+    """Writes what is looked at to standard error, a line each, with the seconds since the first."""
+
+    def __init__(self) -> None:
+        self._began_at = time.monotonic()
+
+    def __call__(self, what: str) -> None:
+        sys.stderr.write(f"tpengine: {time.monotonic() - self._began_at:5.1f} s  {what}\n")
+        sys.stderr.flush()
 
 
 def _options(args: argparse.Namespace, device: torch.device) -> Options:

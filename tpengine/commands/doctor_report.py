@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tpengine.doctor.facts import HostFacts
-from tpengine.doctor.finding import MachineFinding, is_ready, table, verdict_lines
+from tpengine.doctor.finding import MachineFinding, change, is_ready, table, verdict_lines
 from tpengine.files import keep_aside, write_beside
 from tpengine.planner.machine import Machine, machine_text
 from tpengine.planner.machine.found import differ, each_of, machine_of_found, mean_of
@@ -52,7 +52,7 @@ def machine_of(facts: Sequence[HostFacts], measured: Mapping[str, Any], *, is_qu
 
 
 def report(
-    findings: Sequence[MachineFinding],
+    findings: list[MachineFinding],
     facts: Sequence[HostFacts],
     measured: Mapping[str, Any],
     out: Path,
@@ -62,30 +62,38 @@ def report(
     """Write the machine's file and the findings beside it; return the lines of the whole answer.
 
     Args:
-        findings, facts, measured: examination.Record's.
+        findings, facts, measured: examination.Record's. A file that cannot be written, on a disk that has filled
+            meanwhile, is one more finding.
         out: the machine's file; an older one is kept aside.
         is_quick: as of `machine_of`.
-
-    Raises:
-        OSError: a file cannot be written.
     """
-    lines = table(findings)
     machine = machine_of(facts, measured, is_quick=is_quick)
     beside = out.with_suffix(".json")
-    keep_aside(beside)
     content = {
         "format": _FORMAT,
         "ready": is_ready(findings),
         "findings": [finding.to_json() for finding in findings],
         "facts": [of.to_json() for of in facts],
     }
-    write_beside(beside, json.dumps(content, indent=1).encode() + b"\n")
+    files = {beside: json.dumps(content, indent=1) + "\n"}
     if isinstance(machine, str):
-        lines.append(f"no machine's file: {machine}; the table is in {beside}")
+        said = f"no machine's file: {machine}; the table is in {beside}"
     else:
-        keep_aside(out)
-        write_beside(out, machine_text(machine).encode())
+        files[out] = machine_text(machine)
         # A CPU's file has a rate of float32 alone, the dtype of small presets.
         model = "llama_1b" if facts[0].gpu else "tiny"
-        lines.append(f"wrote {out} and {beside}: tpengine advise --model {model} --machine {out}")
-    return [*lines, *verdict_lines(findings)]
+        said = f"wrote {out} and {beside}: tpengine advise --model {model} --machine {out}"
+    unwritten = [finding for path, text in files.items() if (finding := _unwritten(path, text))]
+    findings.extend(unwritten)
+    return [*table(findings), *([] if unwritten else [said]), *verdict_lines(findings)]
+
+
+def _unwritten(path: Path, text: str) -> MachineFinding | None:
+    """Write a file; return what is to change where that fails."""
+    try:
+        keep_aside(path)
+        write_beside(path, text.encode())
+    except OSError as error:
+        remedy = "tpengine doctor --out /tmp/machine.toml   # or another place that has room"
+        return change(f"file {path}", f"not written: {error.strerror or error}", remedy=remedy)
+    return None

@@ -379,6 +379,7 @@ def run_certify(args: argparse.Namespace) -> int:
         packing=args.packing,
         phases=args.phases,
         balance=args.balance,
+        dp_follows_ep=args.dp is None,
     )
     with stoppable():
         return certify(options)

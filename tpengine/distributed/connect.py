@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from tpkernels.exchange.communicator import Communicator
+from tpkernels.exchange.pending import Collective, Work
+from tpkernels.symmetric.signals import PeerError
 
 from tpengine.distributed.facts import some
 from tpengine.last_words import one_line
@@ -42,28 +44,41 @@ def connect_all(comms: Mapping[str, Communicator], device: torch.device, begin: 
         GroupError: on all ranks alike.
     """
     meeting = _Meeting()
-    for name, comm in comms.items():
-        if comm.group is None or comm.size == 1:
-            continue
-        members = dist.get_process_group_ranks(comm.group)
-        where = f"{name} of {some('rank', members)}"
-        begin(f"connecting group {where}")
-        try:
-            work = dist.all_reduce(torch.zeros(1, device=device), group=comm.group, async_op=True)
-            meeting.wait_for(work)
+    try:
+        for name, comm in comms.items():
+            if comm.group is not None and comm.size > 1:
+                where = f"{name} of {some('rank', dist.get_process_group_ranks(comm.group))}"
+                _connect(where, comm, device, meeting, begin)
+        begin("hearing whether all groups are connected")
+        meeting.wait_for_all()
+    except GroupError:
+        for comm in comms.values():
             if comm.arena is not None:
-                # Memory of one host is another way.
-                comm.all_reduce_(torch.zeros(1, device=device))
-        except GroupError:
-            raise
-        except RuntimeError as error:
-            meeting.report(
-                f"a group must be able to exchange: the first exchange of {where}{meeting.hosts_of(members)} failed: "
-                f"{one_line(str(error))}: check the network between them, and which interface is used "
-                "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
-            )
-    begin("hearing whether all groups are connected")
-    meeting.wait_for_all()
+                comm.arena.abandon()  # a thread that exchanges there would hold up the end of its process
+        raise
+
+
+def _connect(
+    where: str, comm: Communicator, device: torch.device, meeting: _Meeting, begin: Callable[[str], None]
+) -> None:
+    """Exchange a number over a group of several ranks, and through memory where they share it."""
+    begin(f"connecting group {where}")
+    rule = f"a group must be able to exchange: the first exchange of {where}"
+    hosts = meeting.hosts_of(dist.get_process_group_ranks(comm.group))
+    try:
+        meeting.wait_for(Collective(dist.all_reduce(torch.zeros(1, device=device), group=comm.group, async_op=True)))
+        if comm.arena is not None:
+            # By the communicator's thread: this one hears meanwhile what happens to other ranks.
+            meeting.wait_for(comm.start_all_reduce(torch.zeros(1, device=device)))
+    except GroupError:
+        raise
+    except PeerError as error:
+        meeting.report(f"{rule}{hosts} through memory failed: {error.what}: see what that rank says, and start again")
+    except RuntimeError as error:
+        meeting.report(
+            f"{rule}{hosts} failed: {one_line(str(error))}: check the network between them, and which interface is "
+            "used (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+        )
 
 
 class _Meeting:
@@ -90,9 +105,9 @@ class _Meeting:
         self._store.set(f"{self._call}/problem/{number}", problem)
         self._raise_all()
 
-    def wait_for(self, work: Any) -> None:
+    def wait_for(self, work: Work) -> None:
         """Wait for an exchange of this rank's; raise if another rank has reported an error."""
-        while not work.is_completed():
+        while not work.is_complete():
             self._look()
             time.sleep(_POLL_SECONDS)
         work.wait()

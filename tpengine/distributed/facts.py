@@ -1,23 +1,16 @@
 """What ranks tell each other before they make process groups: host, GPU, NCCL; and what of it cannot work. No torch.
 
-Each rank writes one record to the store where the ranks have met, and reads those of all, put together by rank 0. What
-hosts tell each other was asked before (hosts.py); this is of ranks, once CUDA has begun on each. All then find the same
-mistake, in one line, before any of them waits for another within NCCL, which would say it later and less plainly.
+What hosts tell each other was asked before (hosts.py); this is of ranks, once CUDA has begun on each. All then find the
+same mistake, in one line, before any of them waits for another within NCCL, which would say it later and less plainly.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from tpengine.distributed.nccl_limits import LEAST_LEFT, Axes
 
-# Rank 0 keeps the store: it stays this long for ranks that have not yet read why the run ends.
-_FAREWELL_SECONDS = 30.0
-_POLL_SECONDS = 0.05
 _NUM_NAMED = 8
 
 
@@ -44,31 +37,6 @@ class RankFacts:
     nccl: str = ""
     driver: str = ""
     users_limit: int = 0
-
-
-def all_facts(store: Any, own: RankFacts, rank: int, world_size: int) -> list[RankFacts]:
-    """Return every rank's facts, by rank; collective over the store.
-
-    Args:
-        store: where the ranks have met.
-        own: this rank's.
-        rank, world_size: its place.
-
-    Cost: rank 0 asks the store for each, all others once: for as many answers as ranks, not their square.
-    """
-    store.set(f"facts/{rank}", json.dumps(asdict(own)))
-    if rank == 0:
-        store.set("facts", json.dumps([json.loads(store.get(f"facts/{other}")) for other in range(world_size)]))
-    found = [RankFacts(**of) for of in json.loads(store.get("facts"))]
-    store.add("facts read", 1)
-    return found
-
-
-def await_readers(store: Any, rank: int, world_size: int) -> None:
-    """Have rank 0, with which the store may go, wait until all ranks have read the facts: before it ends for them."""
-    end = time.monotonic() + _FAREWELL_SECONDS
-    while rank == 0 and store.add("facts read", 0) < world_size and time.monotonic() < end:
-        time.sleep(_POLL_SECONDS)
 
 
 def problem_of(facts: Sequence[RankFacts], axes: Axes, processors: Mapping[str, int], reserved: int) -> str:

@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import ipaddress
-import json
 import os
 import re
 import socket
@@ -150,13 +149,12 @@ def meet_hosts(
                     f"{error.strerror or error}: name another interface by {GLOO_INTERFACE}"
                 )
         place = (address, listener.getsockname()[1] if listener else 0)
-        facts = _Facts(*place, versions() if is_first else {}, told.apart).text() if is_first else ""
-        texts = [text for text in meeting.tell("hosts", facts) if text]
-        of_hosts = [_Facts.of(text) for text in texts]
+        facts = (*place, versions(), told.apart) if is_first else None
+        of_hosts = [_Facts(*of_rank) for of_rank in meeting.tell("hosts", facts) if of_rank is not None]
         mistake = mistake or _differing(told, [host.versions for host in of_hosts])
         if is_first and not mistake:
             mistake = _unreached(told, own, of_hosts)
-        meeting.tell("tried", "")  # nobody closes its listener before
+        meeting.tell("tried", None)  # nobody closes its listener before
     if launch.rank == 0 and not mistake:
         for line in _of_clocks(told, [host.apart for host in of_hosts]):
             say(line)
@@ -181,21 +179,20 @@ def _introduced(meeting: Meeting, launch: Launch) -> _Told:
     """Exchange names and networks; find which ranks share a host, and how far this host's clock is from rank 0's."""
     way = address_towards(launch.address, launch.port)
     began_at = time.time()
-    own = {"name": socket.gethostname(), "network": network_identity(), "way": way}
-    texts = meeting.tell("rank", json.dumps(own), clock=time.time)
+    own = socket.gethostname(), network_identity(), way
+    everyone = meeting.tell("rank", own, clock=time.time)
     ended_at, at_rank_0 = time.time(), meeting.told_at
     # Rank 0's clock said so at some moment between this rank's two.
     least, most = began_at - at_rank_0, ended_at - at_rank_0
     told = _Told(apart=least if least > 0 else min(most, 0.0))
     networks: list[str] = []
-    for rank, text in enumerate(texts):
-        of_rank = json.loads(text)
-        if of_rank["network"] not in networks:
-            networks.append(of_rank["network"])
-            told.names.append(of_rank["name"])
+    for rank, (name, network, way_of_rank) in enumerate(everyone):
+        if network not in networks:
+            networks.append(network)
+            told.names.append(name)
             told.first.append(rank)
-            told.ways.append(of_rank["way"])
-        told.of_rank.append(networks.index(of_rank["network"]))
+            told.ways.append(way_of_rank)
+        told.of_rank.append(networks.index(network))
     return told
 
 
@@ -207,14 +204,6 @@ class _Facts:
     port: int
     versions: Mapping[str, str]
     apart: float
-
-    def text(self) -> str:
-        return json.dumps([self.address, self.port, dict(self.versions), self.apart])
-
-    @classmethod
-    def of(cls, text: str) -> _Facts:
-        address, port, of_software, apart = json.loads(text)
-        return cls(address, port, of_software, apart)
 
 
 def versions() -> dict[str, str]:

@@ -128,19 +128,22 @@ class Meeting:
         store.add("heard", 1)
         return not verdict
 
-    def tell(self, what: str, text: str, clock: Callable[[], float] | None = None) -> list[str]:
-        """Tell all ranks a text, and return what each has told, by rank; collective, with another name each time.
+    def tell(self, what: str, value: Any, clock: Callable[[], float] | None = None) -> list[Any]:
+        """Tell all ranks a value, and return what each has told, by rank; collective, with another name each time.
 
         Args:
-            what: the texts' name, on all ranks alike.
-            text: this rank's.
-            clock: rank 0's is read when all texts have come, and what it says is `told_at` of all ranks.
+            what: the values' name, on all ranks alike.
+            value: this rank's: anything that JSON can hold.
+            clock: rank 0's is read when all values have come, and what it says is `told_at` of all ranks.
 
-        Cost: each rank receives all texts from the store, once.
+        Returns:
+            Every rank's value; tuples become lists.
+
+        Cost: rank 0 asks the store for each, all others once: for as many answers as ranks, not their square.
         """
         self._about = what
         rank, store = self._launch.rank, self._about_store()
-        store.set(f"of/{rank}", text)
+        store.set(f"of/{rank}", json.dumps(value))
         store.add("arrived", 1)
         if rank == 0:
             look_at = self._clock() + _LOOK_SECONDS
@@ -150,12 +153,12 @@ class Meeting:
                     look_at = self._clock() + _LOOK_SECONDS
                 time.sleep(_POLL_SECONDS)
             self._awaited = ""
-            texts = [store.get(f"of/{other}").decode() for other in range(self._launch.world_size)]
-            store.set("all", json.dumps([texts, clock() if clock else 0.0]))
+            values = [json.loads(store.get(f"of/{other}")) for other in range(self._launch.world_size)]
+            store.set("all", json.dumps([values, clock() if clock else 0.0]))
         else:
             self._hear("all", "", lambda _: None)
-        answer: tuple[list[str], float] = tuple(json.loads(store.get("all")))
-        found, self.told_at = answer
+        found: list[Any]
+        found, self.told_at = json.loads(store.get("all"))
         return found
 
     def _about_store(self) -> Any:

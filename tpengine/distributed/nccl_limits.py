@@ -25,9 +25,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-PIPELINE = 2
-REPLICAS, REPLICAS_ACROSS_HOSTS = 8, 4
-FEW_BYTES = 2
+PROCESSORS_OF_PIPELINE = 2
+PROCESSORS_OF_REPLICAS, PROCESSORS_ACROSS_HOSTS = 8, 4
+PROCESSORS_FOR_FEW_BYTES = 2
 # NCCL's own choice is never more (NCCL_MAX_CTAS in its documentation).
 MOST = 32
 # With fewer our kernels would crawl: a matmul's program each, beside the kernels that wait for copies.
@@ -90,12 +90,12 @@ def processors_of_groups(
         spans_hosts: whether any group of replicas does.
         users_limit: of the user's own, for every group; 0 for none.
     """
-    few = users_limit or FEW_BYTES
-    found = {"pp": PIPELINE, "pp_backward": PIPELINE, "dp_tp": few, "dp_replica": few}
+    few = users_limit or PROCESSORS_FOR_FEW_BYTES
+    found = {"pp": PROCESSORS_OF_PIPELINE, "pp_backward": PROCESSORS_OF_PIPELINE, "dp_tp": few, "dp_replica": few}
     if users_limit:
         found |= {"pp": users_limit, "pp_backward": users_limit}
     if axes.tp > 1:
-        replicas = users_limit or (REPLICAS_ACROSS_HOSTS if spans_hosts else REPLICAS)
+        replicas = users_limit or (PROCESSORS_ACROSS_HOSTS if spans_hosts else PROCESSORS_OF_REPLICAS)
         found |= {"dp": replicas, "edp": replicas}
     return {name: found[name] for name in sizes_of_groups(axes, kv_replicas) if name in found}
 
@@ -203,7 +203,7 @@ def buffer_bytes(axes: Axes, kv_replicas: int = 1, *, ends: bool = False, spans_
     sizes = sizes_of_groups(axes, kv_replicas, ends=ends)
     limits = processors_of_groups(axes, kv_replicas, spans_hosts=spans_hosts)
     world = axes.pp * axes.dp * axes.tp
-    connections = min(world - 1, _NEIGHBOURS) * FEW_BYTES
+    connections = min(world - 1, _NEIGHBOURS) * PROCESSORS_FOR_FEW_BYTES
     for name, size in sizes.items():
         connections += min(size - 1, _NEIGHBOURS) * limits.get(name, _OWN_CHOICE)
     return connections * CONNECTION_BYTES

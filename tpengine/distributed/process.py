@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from torch import Tensor
 from tpkernels.symmetric.processes import host_identity
 from tpkernels.symmetric.signals import PeerError
 
-from tpengine.distributed.facts import RankFacts, all_facts, await_readers, cards
+from tpengine.distributed.facts import RankFacts, cards
 from tpengine.distributed.groups import library_timeout, nccl_options
 from tpengine.distributed.launch import Launch, loopback_variables, network_identity
-from tpengine.distributed.nccl_limits import FEW_BYTES, nccl_variables, users_limit
+from tpengine.distributed.meeting import Meeting
+from tpengine.distributed.nccl_limits import PROCESSORS_FOR_FEW_BYTES, nccl_variables, users_limit
 
 # What gloo, NCCL and the store report when the other side is gone.
 _LOST = re.compile(
@@ -60,7 +62,7 @@ def choose_device(wanted: str, launch: Launch) -> torch.device:
 def start(
     device: torch.device,
     launch: Launch,
-    store: Any,
+    meeting: Meeting,
     timeout_seconds: float = 0.0,
     problem_of: Callable[[Sequence[RankFacts]], str] | None = None,
 ) -> None:
@@ -73,7 +75,7 @@ def start(
     NCCL is bound to the device: its communicator is made here, and the mesh's groups are split off it (groups.py).
 
     Args:
-        store: where the ranks have met (meeting.py).
+        meeting: of the ranks, which have met.
         timeout_seconds: train.timeout_seconds; see library_timeout.
         problem_of: returns what of the ranks' facts cannot work, in one line, or nothing.
 
@@ -82,9 +84,10 @@ def start(
     """
     if device.type == "cuda":
         _prepare_cuda(device)
-    facts = all_facts(store, own_facts(device), launch.rank, launch.world_size)
+    facts = [RankFacts(**of_rank) for of_rank in meeting.tell("facts", asdict(own_facts(device)))]
     if problem_of is not None and (problem := problem_of(facts)):
-        await_readers(store, launch.rank, launch.world_size)
+        # All have found it. Rank 0, with which the store goes, stays until they have heard.
+        meeting.agree(problem, lambda _: None, "whether the ranks go together")
         raise ValueError(problem)
     backend = "gloo"
     if device.type == "cuda":
@@ -100,11 +103,11 @@ def start(
     if launch.local_world_size == launch.world_size and len({of.network for of in facts}) == 1:
         # The mesh's groups read this variable too.
         os.environ.update(loopback_variables(os.environ))
-    groups = dist.PrefixStore("groups", store)  # type: ignore[attr-defined]
+    groups = dist.PrefixStore("groups", meeting.store)  # type: ignore[attr-defined]
     given: dict[str, Any] = {}
     if backend == "nccl":
         # Of all ranks together little is exchanged: numbers at the end of a step, and texts.
-        given = {"device_id": device, "pg_options": nccl_options(FEW_BYTES)}
+        given = {"device_id": device, "pg_options": nccl_options(PROCESSORS_FOR_FEW_BYTES)}
     dist.init_process_group(
         backend,
         store=groups,

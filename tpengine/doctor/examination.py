@@ -183,7 +183,7 @@ class Examination:
         firsts = [ranks[0] for ranks in self._hosts.values()]
         writes = self._launch.rank in firsts
         directory = self._options.directory
-        tokens = self._ask("its name", lambda: secrets.token_hex(4))
+        tokens = self._ask("name of a mark in the run directory", lambda: secrets.token_hex(4))
         if tokens is None:
             return
         token = tokens[0]
@@ -368,13 +368,17 @@ class Examination:
         dtype = self._options.dtype
         member = Member(self._device.type, self._options.sizes)
 
+        def told(what: str, measure: Callable[[], Any]) -> Any:
+            self._together.tell(what)
+            return measure()
+
         def rates() -> dict[str, Any]:
             found = {
-                "rates": {dtype: member.rates(dtype)},
-                "cached": {dtype: member.cached_rates(dtype)},
-                "cold": member.cold_shares(dtype),
-                "copies": member.copies(),
-                "host": member.host(),
+                "rates": {dtype: told("products and operators from memory", lambda: member.rates(dtype))},
+                "cached": {dtype: told("products and operators from caches", lambda: member.cached_rates(dtype))},
+                "cold": told("operators between which memory is touched", lambda: member.cold_shares(dtype)),
+                "copies": told("copies", member.copies),
+                "host": told("the host's time of operators", member.host),
             }
             clocks = {"at_work_mhz": nvml.clocks().processors_mhz, "most_mhz": nvml.most_mhz()}
             return {"found": found, "clocks": clocks}

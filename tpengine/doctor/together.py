@@ -59,6 +59,7 @@ class Together:
         store: where the ranks have met.
         another: opens a connection to the same store for the thread, which must not wait for this rank's calls.
         leave: called by rank 0's thread with what hangs, before it ends the process: prints what is known.
+        tell: called on rank 0 with the name of each look as it begins; a log is silent for minutes otherwise.
 
     Attributes:
         broken: why looks at what needs all ranks are not tried any more; empty while they are.
@@ -68,8 +69,16 @@ class Together:
     ranks that another has left behind.
     """
 
-    def __init__(self, launch: Launch, store: Any, another: Callable[[], Any], leave: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        store: Any,
+        another: Callable[[], Any],
+        leave: Callable[[str], None],
+        tell: Callable[[str], None],
+    ) -> None:
         self._launch, self._store, self._another, self._leave = launch, store, another, leave
+        self._tell = tell
         self._pids: dict[int, int] = {}
         self._looking: tuple[str, float] | None = None
         self._changed = threading.Event()
@@ -89,6 +98,7 @@ class Together:
         """
         if self.is_over or (needs_all and self.broken):
             return None
+        self.tell(look)
         mine = self._attempt(look, function, seconds)
         self._store.set(f"{look}/{self._launch.rank}", json.dumps(mine.__dict__))
         if self._launch.rank == 0:
@@ -101,6 +111,11 @@ class Together:
         if failed and needs_all:
             self.broken = f"{look} failed on rank {failed[0][1]}"
         return answers
+
+    def tell(self, what: str) -> None:
+        """Tell the user, on rank 0, what is looked at now."""
+        if self._launch.rank == 0:
+            self._tell(what)
 
     def know(self, pids: dict[int, int]) -> None:
         """Say which ranks are processes of this host, so that one that has died is not waited for."""

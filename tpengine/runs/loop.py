@@ -60,7 +60,7 @@ def train(job: Job, watch: Watch) -> RunResult:
     kv = kv_replicas(config.model, config.parallel.tp or 1)
     check = partial(problem_of_ranks, shape=Shape.of(config.parallel), kv_replicas=kv)
     try:
-        start(job.device, job.launch, job.meeting.store, config.train.timeout_seconds, check)
+        start(job.device, job.launch, job.meeting, config.train.timeout_seconds, check)
     except ValueError as error:
         raise RunError(str(error)) from error
     try:

@@ -143,7 +143,7 @@ def awaited(state: TrainState, what: object) -> dict[str, list[int]]:
         return _others({"tp": _members(mesh.tp), "pp": _members(mesh.pp), **replicas})
     if what.kind is Kind.TIE_REDUCE and mesh.ends is not None:
         return _others({"pp": _members(mesh.ends)})
-    ranks: dict[str, list[int]] = {}
+    ranks = _counting_together(state, what)
     for sub in what.subs or (what,):
         for axis, members in _of_started(state, sub).items():
             ranks.setdefault(axis, []).extend(members)
@@ -158,6 +158,19 @@ def _summed_within(state: TrainState, what: Action) -> dict[str, list[int]]:
     return {axis: members for sub in summed for axis, members in _of_started(state, sub).items()}
 
 
+def _counting_together(state: TrainState, what: Action) -> dict[str, list[int]]:
+    """Return the tp ranks that sum what their routers count, before replicas do, where each routes its own tokens."""
+    mesh = state.rank.mesh
+    if not _sums_counts(state, what) or mesh.ep is None or state.model.parts.is_exact:
+        return {}
+    return {"tp": _members(mesh.tp)}
+
+
+def _sums_counts(state: TrainState, started: Action) -> bool:
+    counts = state.part.plan.counts_of(state.rank.mesh.at.pp)
+    return started.kind is Kind.REDUCE and counts is not None and counts.index == started.index
+
+
 def _of_started(state: TrainState, started: Action) -> dict[str, list[int]]:
     """Return the ranks on the other side of a transfer, a reduction or a gather, by mesh axis."""
     mesh = state.rank.mesh
@@ -169,9 +182,8 @@ def _of_started(state: TrainState, started: Action) -> dict[str, list[int]]:
     if started.kind is Kind.GATHER:
         assert state.sliced is not None
         axes = "_".join(state.sliced.axes(started.index))
-    elif (counts := state.part.plan.counts_of(mesh.at.pp)) is not None and counts.index == started.index:
-        # Where ranks share experts each tp rank has counted its own tokens.
-        axes = "dp_tp" if mesh.shape.ep > 1 else "dp"
+    elif _sums_counts(state, started):
+        axes = "dp"
     else:
         axes = "_".join(state.buckets[started.index].axes)
     return {axes: _members(getattr(mesh, axes))}

@@ -144,6 +144,10 @@ class Arena:
         """
         self._epoch = self.signals.reset(self.epoch)
 
+    def abandon(self) -> None:
+        """Poison the group, because this rank leaves it: calls of all ranks end, those of its own threads too."""
+        self.signals.fail(OPERATIONS.index("all_reduce"), self.epoch)
+
     def refuse(self, message: str) -> NoReturn:
         """Tell the other ranks that this rank cannot make their call, and raise ValueError.
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import run
 from benchmarks.kernels.spread_experts import Options, main
 
 
@@ -23,3 +24,9 @@ def test_a_skewed_layer_is_measured_beside_an_even_one(tmp_path: Path) -> None:
 def test_ranks_that_do_not_divide_experts_are_refused() -> None:
     with pytest.raises(ValueError, match="ranks 3, tokens 2048, experts 64: use the defaults"):
         main(Options(ranks=3))
+
+
+@pytest.mark.parametrize("benchmark", ["moe", "moe_exchange"])
+def test_more_experts_of_a_token_than_there_are_are_refused(benchmark: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main([benchmark, "--experts", "4"]) == 2
+    assert "top-k 8, experts 4: use --top-k 4" in capsys.readouterr().err

@@ -229,7 +229,24 @@ def test_ranks_that_share_experts_are_replicas_unless_others_are_named(capsys: p
 
 def test_a_model_without_experts_has_none_to_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certify", "--tp", "2", "--ep", "2", "--preset", "tiny"]) == 2
-    assert "ep 2, and this model has none: use ep 1" in capsys.readouterr().err
+    assert "ep 2, and preset tiny has none: use ep 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--ep 3", "divide 4 with preset tiny_moe: got ep 3, which needs 3 with tp 1: use ep 2 or 4"),
+        ("--ep 6 --tp 2", "divide 4 with preset tiny_moe: got ep 6, which needs 3 with tp 2: use ep 4 or 8"),
+        ("--ep 16", "divide 4 with preset tiny_moe: got ep 16, which needs 16 with tp 1: use ep 4"),
+        ("--ep 3 --tp 3", "tp must divide"),
+        ("--ep 3 --dp 3", "dp must divide 4 with preset tiny_moe: got dp 3: use 4"),
+    ],
+)
+def test_what_ep_cannot_be_is_said_of_ep_unless_dp_was_named(
+    argv: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["certify", *argv.split()]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_directory_with_few_positions_and_odd_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ What only GPUs check: their links, NCCL, clocks, and that fused kernels between 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,10 @@ def test_two_ranks_on_this_machine_and_the_file_is_what_advise_reads(
     # 1: the machine that runs this test may lack room, files or memory; then the table says so.
     assert first.returncode in (0, 1) and second.returncode == 0, first.stderr + second.stderr
     assert second.stdout == "" and "Traceback" not in first.stderr
+    # What is looked at is told as it begins, in a log too.
+    told = re.findall(r"^tpengine: +[0-9.]+ s  (.*)$", first.stderr, re.MULTILINE)
+    assert told[0] == "facts" and {"exchanges", "fused products, timed", "rates 1", "copies"} <= set(told)
+    assert not re.search(r"^tpengine: +[0-9.]+ s ", second.stderr, re.MULTILINE)
     lines = first.stdout.splitlines()
     said = {line[8:42].strip(): line.split()[0] for line in lines if line.startswith(("ok ", "unseen ", "change "))}
     assert said["fused products"] == said["shared memory"] == said["sum over 2 ranks"] == said["memory"] == "ok"

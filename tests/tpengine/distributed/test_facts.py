@@ -106,7 +106,7 @@ def said_by(world: int, port: int, gpus: list[str]) -> str:
         patch.setattr(process, "own_facts", lambda _: replace(H100, gpu=gpus[rank], card=f"card {rank}"))
         check = partial(problem_of_ranks, shape=Shape(1, 1, world), kv_replicas=1)
         try:
-            process.start(torch.device("cpu"), launch, meeting.store, 0.0, check)
+            process.start(torch.device("cpu"), launch, meeting, 0.0, check)
         except ValueError as error:
             # The pool's worker ends the group that it finds.
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

@@ -76,7 +76,7 @@ def started(world: int, port: int, networks: list[str]) -> tuple[str, list[str]]
         launch = Launch(rank, world, rank, world, "127.0.0.1", port)
         meeting = Meeting(launch, {})
         meeting.connect()
-        start(torch.device("cpu"), launch, meeting.store)
+        start(torch.device("cpu"), launch, meeting)
         dist.barrier()
         # The store of a run without torchrun's agent is torch's, and listens everywhere.
         answer = os.environ.pop(GLOO_INTERFACE, ""), listening_at(port)

@@ -158,3 +158,29 @@ def test_nodes_of_different_restart_counts_meet_where_each_attempt_has_a_store_o
     own, shared = ([{"TORCHELASTIC_USE_AGENT_STORE": use, **each} for each in counts] for use in ("False", "True"))
     assert prefix_of_attempt(own[0]) == prefix_of_attempt(own[1])
     assert prefix_of_attempt(shared[0]) != prefix_of_attempt(shared[1]), "words of the attempt before are heard"
+
+
+def test_what_ranks_tell_is_known_to_all_and_who_is_awaited_is_named() -> None:
+    store, told = dist.HashStore(), {}
+    meetings = [Meeting(Launch(rank, 3, rank, 3, "nowhere", 1), {}) for rank in range(3)]
+    values = [{"gpu": "NVIDIA H100", "processors": 132}, None, ["n7", 0.25]]
+    threads = []
+
+    def come(rank: int) -> None:
+        meetings[rank].store = store
+
+        def tell() -> None:
+            told[rank] = meetings[rank].tell("facts", values[rank], clock=lambda: 7.0)
+
+        threads.append(threading.Thread(target=tell, daemon=True))
+        threads[-1].start()
+
+    come(0)
+    come(2)
+    while meetings[0].explain(None) != ", waiting for rank 1" or meetings[2].explain(None) != ", waiting for rank 0":
+        time.sleep(0.01)
+    come(1)
+    for thread in threads:
+        thread.join()
+    assert told == dict.fromkeys(range(3), values)
+    assert {meeting.told_at for meeting in meetings} == {7.0} and not any(of.explain(None) for of in meetings)

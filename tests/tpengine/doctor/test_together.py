@@ -22,7 +22,10 @@ from tpengine.doctor.together import Answer, Together
 
 def members(world: int) -> list[Together]:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    return [Together(Launch(rank, world, rank, world), store, lambda: store, lambda _: None) for rank in range(world)]
+    return [
+        Together(Launch(rank, world, rank, world), store, lambda: store, lambda _: None, lambda _: None)
+        for rank in range(world)
+    ]
 
 
 def on_all(ranks: list[Together], call: Callable[[int, Together], Any]) -> list[Any]:
@@ -43,6 +46,21 @@ def on_all(ranks: list[Together], call: Callable[[int, Together], Any]) -> list[
 def test_all_ranks_have_all_answers() -> None:
     found = on_all(members(3), lambda rank, one: one.ask("look", lambda: {"rank": rank}, seconds=600))
     assert found == [[Answer({"rank": 0}), Answer({"rank": 1}), Answer({"rank": 2})]] * 3
+
+
+def test_rank_0_alone_tells_what_is_looked_at_and_nothing_that_is_not_tried() -> None:
+    store, told = dist.HashStore(), [[], []]  # type: ignore[attr-defined]
+    ranks = [
+        Together(Launch(rank, 2, rank, 2), store, lambda: store, lambda _: None, told[rank].append) for rank in range(2)
+    ]
+
+    def look(rank: int, one: Together) -> None:
+        one.ask("facts", lambda: one.tell("of this host"), seconds=600)
+        one.ask("links", lambda: fails_on(0, rank), seconds=600, needs_all=True)
+        one.ask("sums", lambda: rank, seconds=600, needs_all=True)
+
+    on_all(ranks, look)
+    assert told == [["facts", "of this host", "links"], []]
 
 
 def fails_on(failing: int, rank: int) -> int:

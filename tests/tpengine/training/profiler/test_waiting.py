@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -53,19 +54,31 @@ def test_slices_are_gathered_and_summed_by_the_replicas(ranks: RankPool) -> None
         assert by_action["CLIP"]["dp"] == other["dp"]
 
 
-@pytest.mark.parametrize("ep", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_counts_of_experts_are_summed_by_those_that_route(ranks: RankPool, ep: int) -> None:
-    """By the replicas, and where ranks share experts by their tp ranks too."""
+@pytest.mark.parametrize(
+    ("ep", "reduction"),
+    [
+        (1, "fast"),
+        pytest.param(4, "fast", marks=pytest.mark.slow),
+        (4, "exact"),
+        pytest.param(2, "exact", marks=pytest.mark.slow),
+    ],
+)
+def test_counts_of_experts_are_summed_by_those_that_route(
+    ranks: RankPool, ep: int, reduction: Literal["fast", "exact"]
+) -> None:
+    """By the replicas; in fast mode, where ranks share experts, before that by the tp ranks of each."""
     base = config_of(2, 2, 1, tied=False, kv_heads=2)
-    details = ModelDetails(num_experts=4, experts_per_token=2, expert_ffn_size=16)
+    details = ModelDetails(num_experts=4, experts_per_token=2, expert_ffn_size=128)
     model, parallel = replace(base.model, architecture="qwen3_moe", details=details), replace(base.parallel, ep=ep)
-    config = validate(replace(base, model=model, parallel=parallel), 4)
+    train = replace(base.train, reduction=reduction)
+    config = validate(replace(base, model=model, parallel=parallel, train=train), 4)
     for rank, by_action in enumerate(ranks.run(who_waits_for_whom, 4, config)):
         (counts,) = [action for action in by_action if action.startswith("r")]
-        if ep == 1:
-            assert by_action[counts] == {"dp": [(rank + 2) % 4]}
-        else:
-            assert by_action[counts] == {"dp_tp": [other for other in range(4) if other != rank]}
+        (end,) = [action for action in by_action if action.startswith("w[") and counts in action]
+        dp = {"dp": [(rank + 2) % 4]}
+        apart = {"tp": [rank ^ 1]} if ep == 4 and reduction == "fast" else {}
+        assert by_action[counts] == {**apart, **dp}
+        assert by_action[end]["dp"] == dp["dp"] and "tp" not in by_action[end]
 
 
 def test_every_rank_of_a_plan_waits_for_somebody_else(ranks: RankPool) -> None:
