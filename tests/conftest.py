@@ -112,7 +112,7 @@ NUM_DEAREST = 10
 # Files that take minutes; the others follow in their own order.
 DEAREST = (
     "tests/tpengine/training/test_drills.py",
-    "tests/kernels/fused/test_kernels.py",
+    "tests/kernels/fused/test_kernel",
     "tests/kernels/fused/test_protocol_mutations.py",
     "tests/tpengine/commands/test_certify",
     "tests/tpengine/model/test_exact.py",

@@ -59,6 +59,7 @@ TORCH_FREE = [
     "tpengine.commands.schedule_model",
     "tpkernels",
     "tpkernels.work",
+    "tpkernels.work_experts",
 ]
 
 

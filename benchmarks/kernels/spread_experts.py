@@ -9,7 +9,7 @@ turns, each the slowest rank's:
     products  the products of the experts alone
 
     exchange share = 1 - alone / layer
-    bound          = (alone - products, even) + share * (products, even)      share: work.py, hottest_share
+    bound          = (alone - products, even) + share * (products, even)      share: hottest_share of work_experts.py
     over the bound = layer, skewed / bound
 
 No exchange can be faster than that bound, since all wait for the rank whose experts get most. What the even run has
@@ -33,7 +33,7 @@ from torch.nn import Parameter
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.experts import Routes
 from tpkernels.ops.experts.rows import combine_backward, combine_forward, take_backward, take_forward
-from tpkernels.work import hottest_share
+from tpkernels.work_experts import hottest_share
 
 from benchmarks.harness.rows import make_row, stored
 from benchmarks.harness.timing import Comparison, Spread, compare, paired_ratios, spread_fields

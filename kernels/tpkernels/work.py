@@ -5,7 +5,8 @@ Conventions: a multiply-add is 2 operations, an exponential, a root or a divisio
 once (an ideal cache), also what forward keeps for backward; bytes on links are what one rank sends, ring volume. Units
 are in the field names. The work is the operator's: what an implementation computes twice counts once.
 
-`Rates` turn work into seconds; fused/prediction.py adds up what a matmul with its exchange takes.
+Experts' operators are in work_experts.py. `Rates` turn work into seconds; fused/prediction.py adds up what a matmul
+with its exchange takes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 # Statistics of rows, losses, tables of angles, masters and moments are float32; labels and rows of tables int64.
-_FLOAT_BYTES = 4
-_LINE_BYTES = 64
+FLOAT_BYTES = 4
 _INDEX_BYTES = 8
 
 
@@ -48,48 +48,6 @@ def matmul_work(m: int, n: int, k: int, item_bytes: int) -> Work:
     return Work(flops=2 * m * n * k, memory_bytes=item_bytes * (m * k + k * n + m * n))
 
 
-def grouped_matmul_work(rows: int, n: int, k: int, experts: int, item_bytes: int) -> Work:
-    """Return the work of y[rows, n], each row of x[rows, k] times its expert's weight of n * k elements.
-
-    Bytes: x and y, and the weights of `experts`, those that have rows.
-    """
-    return Work(flops=2 * rows * n * k, memory_bytes=item_bytes * (rows * (k + n) + experts * n * k))
-
-
-def grouped_wgrad_work(
-    rows: int, out: int, inner: int, experts: int, item_bytes: int, sum_item_bytes: int = _FLOAT_BYTES
-) -> Work:
-    """Return the work of dw[e] += dy_e.T @ x_e over all rows of dy[rows, out] and x[rows, inner].
-
-    Bytes: dy and x; the sums of `experts`, those that have rows, are read and written.
-    """
-    memory = item_bytes * rows * (out + inner) + 2 * sum_item_bytes * experts * out * inner
-    return Work(flops=2 * rows * out * inner, memory_bytes=memory)
-
-
-def grouped_swiglu_work(
-    rows: int, features: int, hidden: int, experts: int, item_bytes: int, *, keeps_y: bool = True
-) -> Work:
-    """Return the work of h[rows, features] from x[rows, hidden] and the gate and up of its rows' experts.
-
-    Operations: two products, and 5 per element of h, as activation_work.
-    Bytes: x, h and the weights of `experts`, those that have rows; gate and up are written if backward will need them.
-    """
-    memory = rows * (hidden + features * (3 if keeps_y else 1)) + 2 * experts * features * hidden
-    return Work(flops=(4 * hidden + 5) * rows * features, memory_bytes=item_bytes * memory)
-
-
-def grouped_swiglu_backward_work(rows: int, features: int, hidden: int, experts: int, item_bytes: int) -> Work:
-    """Return the work of dx[rows, hidden] and dy[rows, 2 * features] from dh, gate and up.
-
-    The gradients of the weights are two of grouped_wgrad_work.
-    Operations: 11 per element of dh, as activation_backward_work, and two products.
-    Bytes: dh, gate and up read, their gradients and dx written; the weights of `experts`, those that have rows.
-    """
-    memory = rows * (hidden + 5 * features) + 2 * experts * features * hidden
-    return Work(flops=(4 * hidden + 11) * rows * features, memory_bytes=item_bytes * memory)
-
-
 def norm_work(rows: int, columns: int, item_bytes: int, *, residual: bool = False, centered: bool = False) -> Work:
     """Return the work of RMSNorm of x[rows, columns]; if `centered` of LayerNorm with a bias.
 
@@ -101,7 +59,7 @@ def norm_work(rows: int, columns: int, item_bytes: int, *, residual: bool = Fals
     tensors, vectors = 4 if residual else 2, 2 if centered else 1
     return Work(
         flops=(4 + residual + 3 * centered) * rows * columns,
-        memory_bytes=item_bytes * (tensors * rows + vectors) * columns + _FLOAT_BYTES * vectors * rows,
+        memory_bytes=item_bytes * (tensors * rows + vectors) * columns + FLOAT_BYTES * vectors * rows,
     )
 
 
@@ -119,7 +77,7 @@ def norm_backward_work(
     tensors, vectors = 4 if residual else 3, 3 if centered else 2
     return Work(
         flops=(9 + residual + 4 * centered) * rows * columns,
-        memory_bytes=item_bytes * (tensors * rows + vectors) * columns + _FLOAT_BYTES * (1 + centered) * rows,
+        memory_bytes=item_bytes * (tensors * rows + vectors) * columns + FLOAT_BYTES * (1 + centered) * rows,
     )
 
 
@@ -129,7 +87,7 @@ def rope_work(tokens: int, heads: int, head_size: int, item_bytes: int) -> Work:
     Bytes: x and y; a float32 cosine and sine for each token and pair.
     """
     elements = tokens * heads * head_size
-    return Work(flops=3 * elements, memory_bytes=2 * item_bytes * elements + _FLOAT_BYTES * tokens * head_size)
+    return Work(flops=3 * elements, memory_bytes=2 * item_bytes * elements + FLOAT_BYTES * tokens * head_size)
 
 
 def activation_work(tokens: int, features: int, item_bytes: int, *, gated: bool) -> Work:
@@ -158,7 +116,7 @@ def cross_entropy_work(tokens: int, vocabulary: int, item_bytes: int) -> Work:
     """
     return Work(
         flops=4 * tokens * vocabulary,
-        memory_bytes=item_bytes * tokens * vocabulary + (_INDEX_BYTES + 2 * _FLOAT_BYTES) * tokens,
+        memory_bytes=item_bytes * tokens * vocabulary + (_INDEX_BYTES + 2 * FLOAT_BYTES) * tokens,
     )
 
 
@@ -170,7 +128,7 @@ def cross_entropy_gradient_work(tokens: int, vocabulary: int, item_bytes: int) -
     """
     return Work(
         flops=3 * tokens * vocabulary,
-        memory_bytes=2 * item_bytes * tokens * vocabulary + (_INDEX_BYTES + 2 * _FLOAT_BYTES) * tokens,
+        memory_bytes=2 * item_bytes * tokens * vocabulary + (_INDEX_BYTES + 2 * FLOAT_BYTES) * tokens,
     )
 
 
@@ -206,70 +164,6 @@ def embedding_backward_work(tokens: int, vocabulary: int, hidden: int, item_byte
     )
 
 
-def route_work(tokens: int, hidden: int, num_experts: int, top_k: int, item_bytes: int) -> Work:
-    """Return the work of a router: logits[tokens, num_experts], scores, the top_k of each token and their weights.
-
-    Operations: the product; per logit as `cross_entropy_work`, maximum, difference, exponential, sum.
-    Bytes: x and the weight read; float32 logits written, int32 experts and float32 weights; a count per expert.
-    """
-    choices = tokens * (num_experts + 2 * top_k) + num_experts
-    return Work(
-        flops=(2 * hidden + 4) * tokens * num_experts,
-        memory_bytes=item_bytes * (tokens + num_experts) * hidden + _FLOAT_BYTES * choices,
-    )
-
-
-def route_backward_work(tokens: int, hidden: int, num_experts: int, top_k: int, item_bytes: int) -> Work:
-    """Return the work of dx and dw of a router: two products and the logits' gradient.
-
-    Operations per logit: difference, exponential, product.
-    Bytes: x and the weight read, as many written; logits, experts, weights and their gradient read. The logits'
-    gradient between the two is not counted.
-    """
-    choices = tokens * (num_experts + 3 * top_k)
-    return Work(
-        flops=(4 * hidden + 3) * tokens * num_experts,
-        memory_bytes=2 * item_bytes * (tokens + num_experts) * hidden + _FLOAT_BYTES * choices,
-    )
-
-
-def sort_by_expert_work(rows: int, num_experts: int) -> Work:
-    """Return the work of the order of rows by experts, of int32: experts read, order and offsets written."""
-    return Work(memory_bytes=_FLOAT_BYTES * (2 * rows + num_experts + 1))
-
-
-def take_rows_work(tokens: int, top_k: int, hidden: int, item_bytes: int) -> Work:
-    """Return the work of xs[tokens * top_k, hidden] from x[tokens, hidden]: int32 order read, each row written."""
-    rows = tokens * top_k
-    return Work(memory_bytes=item_bytes * (tokens + rows) * hidden + _FLOAT_BYTES * rows)
-
-
-def take_rows_backward_work(tokens: int, top_k: int, hidden: int, item_bytes: int) -> Work:
-    """Return the work of dx from dxs: as forward, and each row is added."""
-    return Work(flops=tokens * top_k * hidden) + take_rows_work(tokens, top_k, hidden, item_bytes)
-
-
-def combine_rows_work(tokens: int, top_k: int, hidden: int, item_bytes: int) -> Work:
-    """Return the work of y[tokens, hidden], the weighted sums of top_k rows: a product and a sum per element.
-
-    Bytes: rows read, y written; int32 order and float32 weights read.
-    """
-    rows = tokens * top_k
-    return Work(flops=2 * rows * hidden, memory_bytes=item_bytes * (tokens + rows) * hidden + 2 * _FLOAT_BYTES * rows)
-
-
-def combine_rows_backward_work(tokens: int, top_k: int, hidden: int, item_bytes: int) -> Work:
-    """Return the work of the rows' gradients and the weights'.
-
-    Operations per element of the rows: the product with the weight; a product and a sum for the weight's gradient.
-    Bytes: dy and rows read, as many rows written; order and weights read, the weights' gradient written.
-    """
-    rows = tokens * top_k
-    return Work(
-        flops=3 * rows * hidden, memory_bytes=item_bytes * (tokens + 2 * rows) * hidden + 3 * _FLOAT_BYTES * rows
-    )
-
-
 def adamw_work(elements: int, grad_item_bytes: int, parameter_item_bytes: int = 0) -> Work:
     """Return the work of an AdamW step: master and two moments read and written, gradient read, parameter written.
 
@@ -279,7 +173,7 @@ def adamw_work(elements: int, grad_item_bytes: int, parameter_item_bytes: int = 
     Args:
         parameter_item_bytes: of the copy in another dtype; 0 if there is no copy.
     """
-    item_bytes = 6 * _FLOAT_BYTES + grad_item_bytes + parameter_item_bytes
+    item_bytes = 6 * FLOAT_BYTES + grad_item_bytes + parameter_item_bytes
     return Work(flops=14 * elements, memory_bytes=item_bytes * elements)
 
 
@@ -340,7 +234,7 @@ def attention_backward_work(
     Arguments as attention_work.
     """
     forward = attention_work(batch, seq, heads, kv_heads, head_size, item_bytes, causal_half=causal_half, pairs=pairs)
-    memory = item_bytes * batch * seq * head_size * (4 * heads + 4 * kv_heads) + _FLOAT_BYTES * batch * seq * heads
+    memory = item_bytes * batch * seq * head_size * (4 * heads + 4 * kv_heads) + FLOAT_BYTES * batch * seq * heads
     return Work(flops=5 * forward.flops // 2, memory_bytes=memory)
 
 
@@ -359,80 +253,6 @@ def reduce_scatter_work(full_bytes: int, world: int) -> Work:
 def all_reduce_work(full_bytes: int, world: int) -> Work:
     """Return the work per rank of a reduce-scatter followed by an all-gather."""
     return reduce_scatter_work(full_bytes, world) + all_gather_work(full_bytes // world, world)
-
-
-def dispatch_work(rows: int, crossing: int, hidden: int, item_bytes: int, *, tail: int = 0) -> Work:
-    """Return the work per rank of bringing rows[rows, hidden] to their experts' owners; also of combine's gradient.
-
-    Args:
-        rows: of this rank's experts, from all ranks.
-        crossing: of this rank's own rows, those whose expert is another rank's (`crossing_rows`).
-        tail: rows behind those, up to the bound of a buffer, which are zeroed; 0 where rows have their exact number.
-
-    Bytes: each row read and written; the rows that cross are sent, each as often as the token has experts there.
-    """
-    return Work(memory_bytes=item_bytes * (2 * rows + tail) * hidden, link_bytes=item_bytes * crossing * hidden)
-
-
-def combine_work(tokens: int, choices: int, crossing: int, hidden: int, item_bytes: int) -> Work:
-    """Return the work per rank of bringing experts' rows back and adding those of each token; of dispatch's gradient.
-
-    Args:
-        tokens, choices: of this rank, and of a token.
-        crossing: rows that this rank's experts made for tokens of others.
-
-    Operations: a product and an addition for each element of each row. Bytes: a token's rows read, their sum written.
-    """
-    rows = tokens * choices
-    return Work(
-        flops=2 * rows * hidden,
-        memory_bytes=item_bytes * (rows + tokens) * hidden + _FLOAT_BYTES * rows,
-        link_bytes=item_bytes * crossing * hidden,
-    )
-
-
-def expert_rows_arena_bytes(tokens: int, choices: int, hidden: int, item_bytes: int) -> int:
-    """Return how large an arena must be for kernels to move rows of experts in one piece: two generations.
-
-    Args:
-        tokens, choices: of a rank, at most, and of a token.
-
-    A generation holds a rank's tokens with the pairs of its sorted rows and their weights (dispatch, combine's
-    gradient), or the results for its tokens (combine, dispatch's gradient); whatever experts they chose.
-    """
-    rows = tokens * choices
-    there = item_bytes * tokens * hidden + (4 + _FLOAT_BYTES) * rows
-    # Each of the three begins at a line of its own.
-    return 2 * max(there + 4 * _LINE_BYTES, item_bytes * rows * hidden)
-
-
-def crossing_rows(counts: Sequence[Sequence[int]], rank: int) -> tuple[int, int]:
-    """Return how many rows a rank sends to others' experts, and how many rows of others its experts get.
-
-    Args:
-        counts: rows that each rank sends each expert, [N][E]; rank j owns experts jE/N to (j+1)E/N - 1.
-    """
-    per_rank = len(counts[0]) // len(counts)
-    own = slice(rank * per_rank, (rank + 1) * per_rank)
-    kept = sum(counts[rank][own])
-    return sum(counts[rank]) - kept, sum(sum(of_rank[own]) for of_rank in counts) - kept
-
-
-def hottest_share(expert_counts: Sequence[int], num_ranks: int) -> float:
-    """Return the rows of the rank whose experts get most, over the mean of all ranks: 1 where all get as many.
-
-        share = max over j of (sum of counts of experts jE/N .. (j+1)E/N - 1) / (sum of all counts / N)
-
-    All ranks wait for that rank: a layer whose products take `s` seconds where routing is even takes at
-    least share * s. It is the bound of the hottest rank, which no exchange can pass.
-
-    Args:
-        expert_counts: rows of each expert, of all ranks' tokens together.
-        num_ranks: N, which divides the number of experts.
-    """
-    per_rank = len(expert_counts) // num_ranks
-    by_rank = [sum(expert_counts[first : first + per_rank]) for first in range(0, len(expert_counts), per_rank)]
-    return max(by_rank) * num_ranks / sum(by_rank) if sum(by_rank) else 1.0
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from tpkernels.ops.matmul.wgrad import wgrad_
 
 TOKENS, DIM, WIDTH = 7, 5, 3
 ops = torch.ops.tpkernels
-BOUNDED = (ops.dispatch_bounded, ops.dispatch_bounded_backward, ops.combine_bounded, ops.combine_bounded_backward)
 OF_EXPERTS = (ops.dispatch, ops.dispatch_backward, ops.combine, ops.combine_backward)
 
 
@@ -45,6 +44,25 @@ def expert_routes(num_tokens: int, comm: Communicator, most_tokens: int | None =
     experts = torch.tensor([[(comm.rank + 1) * 5 % 12, comm.rank]] * num_tokens, dtype=torch.int32).view(-1, 2)
     counts = torch.bincount(experts.flatten(), minlength=12).int()
     return routes_of(Routing(experts, draw(num_tokens, 2), counts, draw(0)), comm, most_tokens=most_tokens)
+
+
+def expert_samples(routes: Routes, x: Tensor, comm: Communicator, grad: bool) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The operators of experts' rows, for routes of either kind."""
+    bounded = isinstance(routes, BoundedRoutes)
+    tables = (routes.segments, routes.spilled) if bounded else (routes.counts, None)
+    rest = routes.offsets, *tables, routes.num_rows, routes.most_tokens if bounded else 0, comm.name
+    way = routes.order, routes.places, routes.weights.requires_grad_(grad), *rest
+    h = draw(routes.num_rows, DIM, grad=grad)
+    found: list[tuple[Any, tuple[Any, ...]]] = [
+        (ops.dispatch, (x, *way[:2], routes.weights.detach(), *rest)),
+        (ops.combine, (h, grad, *way)),
+    ]
+    if not grad:
+        found += [
+            (ops.dispatch_backward, (h, *way)),
+            (ops.combine_backward, (x, draw(len(routes.order), DIM), *way)),
+        ]
+    return found
 
 
 def samples(comm: Communicator, grad: bool) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -65,13 +83,7 @@ def samples(comm: Communicator, grad: bool) -> list[tuple[Any, tuple[Any, ...]]]
         (ops.matmul_all_reduce, (late, narrow, None, name)),
         (ops.dropout, (x, *mask, rows.start, 2, 2 + DIM)),
     ]
-    routes = expert_routes(own, comm)
-    routed = routes.order, routes.places, routes.weights.requires_grad_(grad), routes.counts
-    results = draw(routes.num_rows, DIM, grad=grad)
-    found += [
-        (ops.dispatch, (x, *routed[:2], routes.weights.detach(), routes.counts, routes.num_rows, name)),
-        (ops.combine, (results, *routed, grad, name)),
-    ]
+    found += expert_samples(expert_routes(own, comm), x, comm, grad)
     if not grad:  # these are parts of a backward pass and have none of their own
         found += [
             (ops.all_gather_matmul_dgrad, (dys, weights, draw(TOKENS, DIM), name)),
@@ -81,28 +93,7 @@ def samples(comm: Communicator, grad: bool) -> list[tuple[Any, tuple[Any, ...]]]
             (ops.matmul_reduce_scatter_dgrad, (x, narrow, name, TOKENS, True)),
             (ops.matmul_reduce_scatter_dgrad, (x, narrow, name, TOKENS, False)),
             (ops.matmul_reduce_scatter_gather, (x, name, TOKENS)),
-            (ops.dispatch_backward, (results, *routed, name)),
-            (ops.combine_backward, (x, draw(2 * own, DIM), *routed, routes.num_rows, name)),
             (ops.wgrad_, (draw(WIDTH, DIM), draw(TOKENS, WIDTH), draw(TOKENS, DIM))),
-        ]
-    return found
-
-
-def bounded_samples(comm: Communicator, grad: bool) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The operators of rows that kernels move; there are fewer rows than fit."""
-    routes = expert_routes(3, comm, most_tokens=4)
-    assert isinstance(routes, BoundedRoutes)
-    tables = routes.segments, routes.offsets, routes.spilled, routes.num_rows, routes.most_tokens
-    routed = routes.order, routes.places, routes.weights.requires_grad_(grad), *tables
-    x, h = draw(3, DIM, grad=grad), draw(routes.num_rows, DIM, grad=grad)
-    found: list[tuple[Any, tuple[Any, ...]]] = [
-        (ops.dispatch_bounded, (x, *routed[:2], routes.weights.detach(), *tables, comm.name)),
-        (ops.combine_bounded, (h, *routed, grad, comm.name)),
-    ]
-    if not grad:
-        found += [
-            (ops.dispatch_bounded_backward, (h, *routed, comm.name)),
-            (ops.combine_bounded_backward, (x, draw(6, DIM), *routed, comm.name)),
         ]
     return found
 
@@ -124,7 +115,9 @@ def check_with_opcheck(grad: bool, by_kernels: bool = False, some: slice = slice
 
 def check_bounded_with_opcheck(grad: bool) -> None:
     comm = communicator(True)
-    for op, arguments in bounded_samples(comm, grad):
+    routes = expert_routes(3, comm, most_tokens=4)  # fewer rows than fit
+    assert isinstance(routes, BoundedRoutes)
+    for op, arguments in expert_samples(routes, draw(3, DIM, grad=grad), comm, grad):
         torch.library.opcheck(op.default, arguments)
 
 
@@ -171,7 +164,6 @@ def test_every_registered_operator_is_checked() -> None:
         if name.split("::")[1].startswith(("all_", "matmul_", "wgrad", "dropout", "dispatch", "combine"))
     } - listed
     # Of one rank: in test_matmul.py and ops/experts.
-    missing -= {op.default.name() for op in BOUNDED}  # over an arena for kernels, above
     missing -= {"tpkernels::matmul_swiglu", "tpkernels::combine_rows", "tpkernels::combine_rows_backward"}
     assert not missing and len(listed) == 14
 

@@ -20,20 +20,10 @@ from tpkernels.work import (
     all_reduce_work,
     attention_backward_work,
     attention_work,
-    combine_rows_backward_work,
-    combine_rows_work,
-    combine_work,
     cross_entropy_gradient_work,
     cross_entropy_work,
-    crossing_rows,
-    dispatch_work,
     embedding_backward_work,
     embedding_work,
-    grouped_matmul_work,
-    grouped_swiglu_backward_work,
-    grouped_swiglu_work,
-    grouped_wgrad_work,
-    hottest_share,
     linear_cross_entropy_backward_work,
     linear_cross_entropy_work,
     link_seconds,
@@ -43,11 +33,6 @@ from tpkernels.work import (
     norm_work,
     reduce_scatter_work,
     rope_work,
-    route_backward_work,
-    route_work,
-    sort_by_expert_work,
-    take_rows_backward_work,
-    take_rows_work,
     visible_pairs,
 )
 
@@ -65,20 +50,6 @@ def test_attention_counts_both_products() -> None:
     assert full.flops == 2 * 4 * (scores + mixing)
     assert full.memory_bytes == 4 * 2 * 8 * 16 * (4 + 2 + 2 + 4)
     assert attention_work(2, 8, 4, 2, 16, 4, causal_half=True).flops * 2 == full.flops
-
-
-def test_experts_products_read_the_weights_that_have_rows() -> None:
-    """6 rows of 4, experts of 3 x 4 elements, of which 2 have rows; 2 bytes an element, sums of 4."""
-    assert grouped_matmul_work(6, 3, 4, 2, 2) == Work(flops=144, memory_bytes=2 * (24 + 18 + 24))
-    assert grouped_wgrad_work(6, 3, 4, 2, 2) == Work(flops=144, memory_bytes=2 * (18 + 24) + 2 * 4 * 24)
-    gate_and_up = grouped_matmul_work(6, 3, 4, 2, 2) + grouped_matmul_work(6, 3, 4, 2, 2)
-    forward = grouped_swiglu_work(6, 3, 4, 2, 2)
-    assert forward.flops == gate_and_up.flops + activation_work(6, 3, 2, gated=True).flops
-    assert forward.memory_bytes == 2 * (24 + 18 + 36 + 48)
-    assert grouped_swiglu_work(6, 3, 4, 2, 2, keeps_y=False).memory_bytes == 2 * (24 + 18 + 48)
-    backward = grouped_swiglu_backward_work(6, 3, 4, 2, 2)
-    assert backward.flops == gate_and_up.flops + activation_backward_work(6, 3, 2, gated=True).flops
-    assert backward.memory_bytes == 2 * (18 + 36 + 36 + 24 + 48)
 
 
 def test_norm_reads_and_writes_each_row_once() -> None:
@@ -126,24 +97,6 @@ def test_linear_cross_entropy_is_three_matmuls_without_their_logits() -> None:
 def test_embedding_copies_rows_and_its_gradient_is_dense() -> None:
     assert embedding_work(3, 4, 2) == Work(memory_bytes=2 * (12 + 12) + 24)
     assert embedding_backward_work(3, 10, 4, 2) == Work(flops=12, memory_bytes=2 * (12 + 40) + 24)
-
-
-def test_a_router_is_products_and_a_softmax() -> None:
-    """5 tokens of 8 columns, 6 experts of which each token chooses 2: 10 choices, 4 bytes each number but x and w."""
-    forward, backward = route_work(5, 8, 6, 2, 2), route_backward_work(5, 8, 6, 2, 2)
-    assert forward.flops == matmul_work(5, 6, 8, 2).flops + 4 * 30
-    assert forward.memory_bytes == 2 * (40 + 48) + 4 * (30 + 10 + 10 + 6)
-    assert backward.flops == matmul_work(5, 8, 6, 2).flops + matmul_work(6, 8, 5, 2).flops + 3 * 30
-    assert backward.memory_bytes == 4 * (40 + 48) + 4 * (30 + 10 + 10 + 10)
-    assert sort_by_expert_work(10, 6) == Work(memory_bytes=4 * (10 + 10 + 7))
-
-
-def test_rows_of_experts_are_taken_and_combined_once() -> None:
-    """5 tokens of 8 columns, 2 rows each: 80 elements of rows, 40 of tokens, 10 places."""
-    assert take_rows_work(5, 2, 8, 2) == Work(memory_bytes=2 * (40 + 80) + 4 * 10)
-    assert take_rows_backward_work(5, 2, 8, 2) == Work(flops=80, memory_bytes=2 * (40 + 80) + 4 * 10)
-    assert combine_rows_work(5, 2, 8, 2) == Work(flops=160, memory_bytes=2 * (40 + 80) + 4 * 20)
-    assert combine_rows_backward_work(5, 2, 8, 2) == Work(flops=240, memory_bytes=2 * (40 + 160) + 4 * 30)
 
 
 def test_adamw_reads_and_writes_three_states() -> None:
@@ -215,20 +168,3 @@ def test_a_matmul_of_1540_columns_takes_as_long_as_its_gather(m: int, k: int) ->
     for columns, ratio in ((1537, 1.0), (2 * 1537, 2.0)):
         for matmul, exchange in ((matmul_work(m, columns, k, 2), gather), (matmul_work(m, k, columns, 2), scatter)):
             assert matmul_seconds(matmul, rates) / link_seconds(exchange, rates) == pytest.approx(ratio, rel=1e-3)
-
-
-def test_rows_to_experts_and_back_row_by_row() -> None:
-    """Two ranks of 3 tokens with 2 choices, four experts; ranks own experts 0, 1 and 2, 3."""
-    chosen = [[(0, 1), (0, 2), (0, 3)], [(1, 0), (0, 1), (3, 2)]]
-    counts = [[sum(pair.count(e) for pair in of_rank) for e in range(4)] for of_rank in chosen]
-    leaving = [sum(e // 2 != rank for pair in of_rank for e in pair) for rank, of_rank in enumerate(chosen)]
-    assert [crossing_rows(counts, rank) for rank in range(2)] == [(leaving[0], leaving[1]), (leaving[1], leaving[0])]
-    rows = [sum(e // 2 == rank for of_rank in chosen for pair in of_rank for e in pair) for rank in range(2)]
-    # 5 columns of 2 bytes.
-    assert dispatch_work(rows[0], leaving[0], 5, 2) == Work(0, 2 * 10 * rows[0], 10 * leaving[0])
-    # A bound of 50 rows: the others are written, zeros.
-    tail = 50 - rows[0]
-    assert dispatch_work(rows[0], leaving[0], 5, 2, tail=tail) == Work(0, 10 * (50 + rows[0]), 10 * leaving[0])
-    assert combine_work(3, 2, leaving[1], 5, 2) == Work(6 * 2 * 5, 10 * (6 + 3) + 4 * 6, 10 * leaving[1])
-    assert hottest_share([sum(of_expert) for of_expert in zip(*counts, strict=True)], 2) == max(rows) / 6
-    assert hottest_share([7, 0, 0, 0], 4) == 4 and hottest_share([3] * 6, 3) == hottest_share([0] * 4, 2) == 1

@@ -8,9 +8,9 @@
 
 The token's owner adds its k terms in the order of the choice, in promote_types(dtype, float32). Where rows lie, and the
 ways that they travel at their exact number, is in exchange/experts.py; how kernels move them, without a wait for the
-host, in bounded_rows.py, whose operators are in bounded_experts.py. Here are the specification, the registration of the
-others with torch.library, and the public functions. They stand here, and not beside the exchange, because fusing them
-with the grouped products keeps this contract.
+host, in bounded_rows.py; expert_rows.py takes the one or the other, as the routes say. Here are the specification, the
+registration with torch.library, and the public functions. They stand here, and not beside the exchange, because fusing
+them with the grouped products keeps this contract.
 """
 
 from __future__ import annotations
@@ -23,19 +23,12 @@ from torch import Tensor
 
 from tpkernels.derivatives import differentiable_once, refuse_tangents
 from tpkernels.exchange.communicator import Communicator, communicator_named
-from tpkernels.exchange.experts import (
-    Routes,
-    combine_gradients,
-    exchange_counts,
-    rows_to_experts,
-    rows_to_tokens,
-)
-from tpkernels.fused.bounded_experts import combine_bounded, dispatch_bounded
+from tpkernels.exchange.experts import Routes, exchange_counts
 from tpkernels.fused.bounded_rows import BoundedRoutes, exchange_bounded_counts
+from tpkernels.fused.expert_rows import combine_gradients, rows_to_experts, rows_to_sums
 from tpkernels.fused.ordered import exchanges
 from tpkernels.ops.experts.order import sort_forward
 from tpkernels.ops.experts.route import Routing
-from tpkernels.ops.experts.rows import combine_forward, take_backward
 from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
 
 
@@ -60,81 +53,104 @@ def combine_reference(results: Tensor, experts: Tensor, weights: Tensor) -> Tens
     return y.to(results.dtype)
 
 
-@torch.library.custom_op("tpkernels::dispatch", mutates_args=())
-def _dispatch(
-    x: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, num_rows: int, group: str
-) -> Tensor:
-    return rows_to_experts(x, Routes(order, places, weights, order, counts, num_rows), communicator_named(group))
+# The way of a routed row, as the four operators take it: schemas carry tensors, numbers and a group's name only. Routes
+# of exact numbers have no `spilled`; those of a bound have their segments in place of the counts.
+_WAY = (
+    "Tensor order, Tensor places, Tensor weights, Tensor offsets, Tensor counts, Tensor? spilled, SymInt num_rows, "
+    "SymInt most_tokens, str group"
+)
+
+
+def _taken_apart(routes: Routes, weights: Tensor, comm: Communicator) -> tuple[Any, ...]:
+    placed = routes.order, routes.places, weights, routes.offsets
+    if isinstance(routes, BoundedRoutes):
+        return *placed, routes.segments, routes.spilled, routes.num_rows, routes.most_tokens, comm.name
+    return *placed, routes.counts, None, routes.num_rows, 0, comm.name
+
+
+def _way(
+    order: Tensor,
+    places: Tensor,
+    weights: Tensor,
+    offsets: Tensor,
+    counts: Tensor,
+    spilled: Tensor | None,
+    num_rows: int,
+    most_tokens: int,
+    group: str,
+) -> tuple[Routes, Communicator]:
+    comm = communicator_named(group)
+    if spilled is None:
+        return Routes(order, places, weights, offsets, counts, num_rows), comm
+    routes = BoundedRoutes(order, places, weights, offsets, counts[0].t(), num_rows, counts, spilled, most_tokens)
+    return routes, comm
+
+
+@torch.library.custom_op("tpkernels::dispatch", mutates_args=(), schema=f"(Tensor x, {_WAY}) -> Tensor")
+def _dispatch(x: Tensor, *way: Any) -> Tensor:
+    return rows_to_experts(x, *_way(*way))
 
 
 @exchanges(_dispatch)
-def _(x: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, num_rows: int, group: str) -> Tensor:
-    return x.new_empty(num_rows, x.shape[1])
+def _(x: Tensor, *way: Any) -> Tensor:
+    routes, _ = _way(*way)
+    return x.new_empty(routes.num_rows, x.shape[1])
 
 
-@torch.library.custom_op("tpkernels::dispatch_backward", mutates_args=())
-def _dispatch_backward(
-    drows: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, group: str
-) -> Tensor:
-    routes = Routes(order, places, weights, order, counts, len(drows))
-    return take_backward(rows_to_tokens(drows, routes, communicator_named(group)), places, routes.num_choices)
+@torch.library.custom_op("tpkernels::dispatch_backward", mutates_args=(), schema=f"(Tensor drows, {_WAY}) -> Tensor")
+def _dispatch_backward(drows: Tensor, *way: Any) -> Tensor:
+    return rows_to_sums(drows, *_way(*way), weighted=False, keeps=False)[0]
 
 
 @exchanges(_dispatch_backward)
-def _(drows: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, group: str) -> Tensor:
-    return drows.new_empty(weights.shape[0], drows.shape[1])
+def _(drows: Tensor, *way: Any) -> Tensor:
+    routes, _ = _way(*way)
+    return drows.new_empty(routes.weights.shape[0], drows.shape[1])
 
 
-@torch.library.custom_op("tpkernels::combine", mutates_args=())
-def _combine(
-    h: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, keeps: bool, group: str
-) -> list[Tensor]:
-    comm = communicator_named(group)
-    ys = rows_to_tokens(h, Routes(order, places, weights, order, counts, len(h)), comm)
-    y = combine_forward(ys, places, weights)
-    return [y, ys] if keeps and ys is not h else [y]
+@torch.library.custom_op("tpkernels::combine", mutates_args=(), schema=f"(Tensor h, bool keeps, {_WAY}) -> Tensor[]")
+def _combine(h: Tensor, keeps: bool, *way: Any) -> list[Tensor]:
+    y, ys = rows_to_sums(h, *_way(*way), weighted=True, keeps=keeps)
+    # With one rank the rows at the token's owner are those of the expert's; an operator returns none of its inputs.
+    return [y] if ys is None or ys is h else [y, ys]
 
 
 @exchanges(_combine)
-def _(
-    h: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, keeps: bool, group: str
-) -> list[Tensor]:
-    y = h.new_empty(weights.shape[0], h.shape[1])
-    return [y, h.new_empty(order.shape[0], h.shape[1])] if keeps and communicator_named(group).size > 1 else [y]
+def _(h: Tensor, keeps: bool, *way: Any) -> list[Tensor]:
+    routes, comm = _way(*way)
+    y = h.new_empty(routes.weights.shape[0], h.shape[1])
+    return [y, h.new_empty(routes.order.shape[0], h.shape[1])] if keeps and comm.size > 1 else [y]
 
 
-@torch.library.custom_op("tpkernels::combine_backward", mutates_args=())
-def _combine_backward(
-    dy: Tensor, ys: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, num_rows: int, group: str
-) -> tuple[Tensor, Tensor]:
-    routes = Routes(order, places, weights, order, counts, num_rows)
-    dh, dweights = combine_gradients(dy, ys, routes, communicator_named(group))
+@torch.library.custom_op(
+    "tpkernels::combine_backward", mutates_args=(), schema=f"(Tensor dy, Tensor ys, {_WAY}) -> (Tensor, Tensor)"
+)
+def _combine_backward(dy: Tensor, ys: Tensor, *way: Any) -> tuple[Tensor, Tensor]:
+    dh, dweights = combine_gradients(dy, ys, *_way(*way))
     assert dh is not None and dweights is not None, "asked for"
     return dh, dweights
 
 
 @exchanges(_combine_backward)
-def _(
-    dy: Tensor, ys: Tensor, order: Tensor, places: Tensor, weights: Tensor, counts: Tensor, num_rows: int, group: str
-) -> tuple[Tensor, Tensor]:
-    return dy.new_empty(num_rows, dy.shape[1]), weights.new_empty(weights.shape)
+def _(dy: Tensor, ys: Tensor, *way: Any) -> tuple[Tensor, Tensor]:
+    routes, _ = _way(*way)
+    return dy.new_empty(routes.num_rows, dy.shape[1]), routes.weights.new_empty(routes.weights.shape)
 
 
 def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, order, places, weights, counts, _, ctx.group = inputs
-    ctx.save_for_backward(order, places, weights, counts)
+    _, *tensors, ctx.num_rows, ctx.most_tokens, ctx.group = inputs
+    ctx.save_for_backward(*tensors)
 
 
 @differentiable_once
 def _of_dispatch(ctx: Any, drows: Tensor) -> tuple[Any, ...]:
-    return _dispatch_backward(drows, *ctx.saved_tensors, ctx.group), None, None, None, None, None, None
+    dx = _dispatch_backward(drows, *ctx.saved_tensors, ctx.num_rows, ctx.most_tokens, ctx.group)
+    return dx, *(None,) * 9
 
 
 def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    h, order, places, weights, counts, _, ctx.group = inputs
-    # With one rank the rows at the token's owner are those of the expert's.
-    ctx.save_for_backward(output[-1] if len(output) > 1 else h, order, places, weights, counts)
-    ctx.num_rows = h.shape[0]
+    h, _, *tensors, ctx.num_rows, ctx.most_tokens, ctx.group = inputs
+    ctx.save_for_backward(output[-1] if len(output) > 1 else h, *tensors)
     ctx.set_materialize_grads(False)
 
 
@@ -142,8 +158,8 @@ def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -
 def _of_combine(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     dy = grads[0]
     assert dy is not None, "y has a gradient"
-    dh, dweights = _combine_backward(dy, *ctx.saved_tensors, ctx.num_rows, ctx.group)
-    return dh, None, None, dweights, None, None, None
+    dh, dweights = _combine_backward(dy, *ctx.saved_tensors, ctx.num_rows, ctx.most_tokens, ctx.group)
+    return dh, None, None, None, dweights, *(None,) * 6
 
 
 _dispatch.register_autograd(_of_dispatch, setup_context=_keep_for_dispatch)
@@ -211,10 +227,7 @@ def dispatch(x: Tensor, routes: Routes, comm: Communicator) -> Tensor:
     if problem:
         comm.refuse(x, problem)
     refuse_tangents("dispatch", x)
-    if isinstance(routes, BoundedRoutes):
-        return dispatch_bounded(x, routes, comm)
-    weights = routes.weights.detach()
-    rows: Tensor = _dispatch(x, routes.order, routes.places, weights, routes.counts, routes.num_rows, comm.name)
+    rows: Tensor = _dispatch(x, *_taken_apart(routes, routes.weights.detach(), comm))
     return rows
 
 
@@ -244,10 +257,8 @@ def combine(h: Tensor, routes: Routes, comm: Communicator) -> Tensor:
         comm.refuse(h, problem)
     refuse_tangents("combine", h, routes.weights)
     keeps = torch.is_grad_enabled() and (h.requires_grad or routes.weights.requires_grad)
-    if isinstance(routes, BoundedRoutes):
-        return combine_bounded(h, routes, comm, keeps)
-    outputs = _combine(h, routes.order, routes.places, routes.weights, routes.counts, keeps, comm.name)
-    return outputs[0]
+    y: Tensor = _combine(h, keeps, *_taken_apart(routes, routes.weights, comm))[0]
+    return y
 
 
 def _problem(name: str, x: Tensor, routes: Routes, num_rows: int, what: str) -> str:

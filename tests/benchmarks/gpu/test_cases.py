@@ -1,16 +1,19 @@
-"""Rung: pure; what is slow: compiles, runs nothing. What cases write when something does not go as it should.
+"""Rung: pure; what is slow: compiles, interpreter. What cases make of measurements, and write when something is wrong.
 
 Only a GPU shows what they measure.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -26,11 +29,15 @@ import triton
 from tpkernels.launch import Target
 from tpkernels.ops.norm.kernel import BackwardConfig
 
-from benchmarks.gpu.cases.kernels import between, engines, fused, tiles
-from benchmarks.gpu.cases.training import loss_fields
+from benchmarks.gpu.cases.clock import Gap, covered, gaps
+from benchmarks.gpu.cases.kernels import between, engines, fused, operators, tiles
+from benchmarks.gpu.cases.training import host_parts, loss_fields
+from benchmarks.gpu.declared import Case
+from benchmarks.gpu.process import runner
 from benchmarks.harness.journal import append, read
 from benchmarks.harness.shapes import REHEARSED
 from benchmarks.harness.still_gpu import still_gpu, why_not_still
+from benchmarks.kernels.cases.cases import OURS, Contestant
 from benchmarks.run import main
 
 EXACT_PRICE = """
@@ -147,3 +154,101 @@ def test_exact_and_fast_steps_take_turns_and_the_fast_one_is_not_deterministic(t
     assert json.loads(done.stdout.splitlines()[-1]) == [*warm, fast, exact, exact, fast]
     (row,) = read(tmp_path / "rows.jsonl")
     assert row["check"] == "passed" and row["exact_over_fast_median_ratio"] > 0
+
+
+def test_the_hosts_time_is_divided_by_four_steps() -> None:
+    def host_us(micro_batches: int, layers: int) -> float:
+        return layers * (700.0 + micro_batches * 30.0) + 200.0 + micro_batches * 50.0
+
+    medians = {(n, layers): host_us(n, layers) for n in (1, 2) for layers in (1, 3)}
+    assert host_parts(medians, (1, 3), (1, 2)) == pytest.approx(
+        {
+            "host_of_layer_per_micro_batch_us": 30.0,
+            "host_of_layer_per_step_us": 700.0,
+            "host_of_rest_per_micro_batch_us": 50.0,
+            "host_of_rest_per_step_us": 200.0,
+        }
+    )
+
+
+def test_a_family_that_is_wrong_is_a_row_and_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, families = tmp_path / "rows.jsonl", {"rms_norm": "norm", "swiglu": "activation"}
+    assert operators.smoke(rows, families, REHEARSED.name, 8) == 0
+    (right,) = read(rows)
+    assert (right["check"], right["num_right"], right["num_cases"]) == ("passed", 2, 2)
+    honest = operators.cases_of
+
+    def planted(op: str, shape: Any) -> list[Any]:
+        def off(**inputs: Any) -> Any:
+            return 1.01 * honest_one.contestants[OURS].function(**inputs)
+
+        found = list(honest(op, shape))
+        if op == "norm":
+            honest_one = found[0]
+            found[0] = replace(honest_one, contestants={OURS: Contestant(off)})
+        return found
+
+    monkeypatch.setattr(operators, "cases_of", planted)
+    assert operators.smoke(rows, families, REHEARSED.name, 8) == 1
+    _, wrong, summary = read(rows)
+    assert wrong["case"] == "smoke/rms_norm" and "is wrong by" in wrong["check"]
+    assert summary["num_right"] == 1 and summary["check"] == "failed: 1 families are wrong"
+
+
+def test_training_needs_nothing_that_only_the_command_line_does(tmp_path: Path) -> None:
+    """In a fork, which has torch already: what is of this project is imported again, as on a machine without these."""
+    pid = os.fork()
+    if not pid:
+        try:
+            for name in list(sys.modules):
+                if name.partition(".")[0] in ("tpengine", "benchmarks", "tomli_w", "tyro"):
+                    del sys.modules[name]
+            sys.modules.update(dict.fromkeys(("tomli_w", "tyro")))  # type: ignore[arg-type]
+            importlib.import_module("benchmarks.gpu.cases.training")
+            os._exit(0)
+        except BaseException as error:
+            (tmp_path / "error").write_text(repr(error))
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0, (tmp_path / "error").read_text()
+
+
+def test_a_device_is_busy_while_any_kernel_runs() -> None:
+    assert covered([]) == 0
+    assert covered([(5, 7), (0, 2), (1, 3), (1, 2), (7, 8)]) == 6
+
+
+def test_gaps_are_told_by_their_sides() -> None:
+    assert gaps([]) == []
+    spans = [(0, 4, "a"), (1, 2, "short"), (6, 7, "b"), (8, 9, "a"), (10, 11, "b"), (14, 15, "c"), (15, 16, "a")]
+    assert gaps(spans) == [Gap("a", "b", 3, 2), Gap("b", "c", 3, 1), Gap("b", "a", 1, 1)]
+
+
+@pytest.mark.slow
+def test_tests_are_a_case(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('rung', ['cpu', 'gpu'])\n"
+        "def test_one(rung): assert rung == 'cpu', 'planted'\ndef test_two(): assert 0, 'not chosen'\n"
+    )
+    rows, arguments = tmp_path / "rows.jsonl", {"paths": [str(tmp_path / "test_some.py")], "chosen": "[gpu"}
+    one = Case("tests/some", "b", 1.0, 1.0, "benchmarks.gpu.cases.tests:run", arguments)
+    assert runner.run(one, rows, tmp_path / "log.txt", 3600.0).how == "wrong"
+    failed, summary = read(rows)
+    assert failed["case"].endswith("test_some.py::test_one[gpu]") and "planted" in failed["check"]
+    assert summary["num_failed"] == 1 and "num_passed" not in summary
+    assert summary["check"] == "failed: 1 of the 1 tests that ran"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+def test_tests_that_see_no_gpu_are_no_success(tmp_path: Path) -> None:
+    """Others of the same names run on a CPU, and pass."""
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('rung', ['cpu', 'gpu'])\n"
+        "def test_one(rung):\n    if rung == 'gpu': pytest.skip('needs a GPU')\n"
+    )
+    rows, arguments = tmp_path / "rows.jsonl", {"paths": [str(tmp_path / "test_some.py")], "chosen": "test_one"}
+    one = Case("tests/some", "b", 1.0, 1.0, "benchmarks.gpu.cases.tests:run", arguments)
+    assert runner.run(one, rows, tmp_path / "log.txt", 3600.0).how == "wrong"
+    (summary,) = read(rows)
+    assert summary["check"] == "failed: 1 tests see no GPU" and summary["num_passed"] == 1

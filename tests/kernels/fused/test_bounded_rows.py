@@ -34,7 +34,7 @@ from tpkernels.fused.kernels import counts_kernel, rows_kernel
 from tpkernels.ops.experts.grouped import grouped_matmul
 from tpkernels.ops.experts.route import Routing
 from tpkernels.symmetric.signals import PeerError
-from tpkernels.work import expert_rows_arena_bytes
+from tpkernels.work_experts import expert_rows_arena_bytes
 
 pytest.importorskip("triton")
 
@@ -230,7 +230,7 @@ def test_equal_bits_with_all_to_all(run: Run, device: str, world: int, cases: Se
 
 
 def check_arena_of_one_piece() -> None:
-    """What work.py says that an arena needs suffices, and a page less does not."""
+    """What work_experts.py says that an arena needs suffices, and a page less does not."""
     case = Case("one expert", (16, 16), k=2, columns=512)
     enough = expert_rows_arena_bytes(16, 2, 512, 4)
     for num_bytes, calls in ((enough, 5), (enough - (1 << 13), 7)):

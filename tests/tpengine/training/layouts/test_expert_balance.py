@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.experts import Routes, exchange_counts
-from tpkernels.work import crossing_rows
+from tpkernels.work_experts import crossing_rows
 
 from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
