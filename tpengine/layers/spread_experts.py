@@ -35,8 +35,10 @@ from tpengine.layers.collectives import WholeRows
 from tpengine.layers.experts import ExpertMixture, ExpertNetworks
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.routing import Routed, Router
+from tpengine.layers.whereabouts import says_where
 
 
+@says_where
 class _Dispatched(torch.autograd.Function):
     """Local shapes: x[t, D], Xs[R', D].  Xs = dispatch(x);  dx[t] = the sum of dXs' k rows of t, in their order."""
 
@@ -52,6 +54,7 @@ class _Dispatched(torch.autograd.Function):
         return dx, None, None
 
 
+@says_where
 class _SpreadCombined(torch.autograd.Function):
     """Local shapes: Ys[R', D], weights[t, k], y[t, D].
 

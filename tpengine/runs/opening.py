@@ -174,9 +174,10 @@ def said_of_experts(config: Config, layout: Layout, most_load: float) -> list[st
     said = []
     if layout.ep > 1:
         until = "at every load" if most_load >= layout.ep else f"up to a load of {most_load:.2f}"
+        ends = config.parallel.memory_limit and most_load < layout.ep
         said.append(
             f"memory by the plan is that of experts used evenly, and is enough {until} (rows of the hottest rank over "
-            "the mean: expert_rank_load of metrics.jsonl)"
+            f"the mean: expert_rank_load of metrics.jsonl){'; a step above it ends the run' if ends else ''}"
         )
     if lacks_bias(config.model):
         said.append(

@@ -51,6 +51,9 @@ from tpengine.training.state_check import check_replicas
 DETAILS = ModelDetails(
     num_experts=4, experts_per_token=2, expert_ffn_size=128, normalizes_scores=True, has_experts=(False, True)
 )
+# A network that every token goes through beside them: of exact mode's shards, where experts lie on their owners.
+SHARED = replace(DETAILS, shared_expert_size=32)
+GATED = replace(SHARED, gates_shared_expert=True)
 HOT, EMPTY = 1, 2
 
 
@@ -119,12 +122,18 @@ CASES: list[tuple[tuple[int, int, int], int, dict[str, Any]]] = [
     *(((2, 2, 1), 2, {"zero": zero}) for zero in (1, 3)),
     ((2, 2, 1), 4, {"zero": 3, "dtype": "bfloat16"}),
     ((4, 2, 1), 4, {"kv_heads": 1, "micro_batches": 8}),
+    ((1, 2, 1), 2, {"details": GATED}),
+    ((2, 2, 1), 4, {"details": GATED, "recompute": "block", "zero": 3}),
+    ((2, 2, 1), 2, {"details": SHARED, "recompute": "full"}),
+    ((2, 1, 2), 2, {"details": SHARED, "schedule": "zb-h1"}),
+    ((4, 1, 1), 2, {"details": GATED, "dtype": "bfloat16"}),
 ]
+BY_DEFAULT = [CASES[0], ((1, 2, 1), 2, {"details": GATED})]
 
 
 @pytest.mark.parametrize(
     ("layout", "ep", "settings"),
-    [pytest.param(*case, marks=pytest.mark.slow if place else ()) for place, case in enumerate(CASES)],
+    [pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow) for case in CASES],
 )
 def test_shared_experts_have_the_bits_of_one_process(
     ranks: RankPool, one_process: OneProcess, layout: tuple[int, int, int], ep: int, settings: dict[str, Any]
