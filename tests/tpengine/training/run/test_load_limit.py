@@ -57,11 +57,13 @@ def test_a_step_above_the_load_that_fits_ends_the_run(ranks: RankPool) -> None:
     assert 1.0 <= most < load
     (_, (passed, fits)), (_, others) = ranks.run(judged, 2, [below, above])
     assert [passed, fits] == others and fits == ""
+    where = (
+        f"in step 1, in the experts of layers 0 to 3, experts {2 * rank} to {2 * rank + 1}, which one of 2 ranks has"
+    )
     assert passed == (
-        f"memory must be enough for the rows of experts: in step 1, in the experts of layers 0 to 3, experts {2 * rank} "
-        f"to {2 * rank + 1}, which one of 2 ranks has, got {load:.2f} times the mean of a rank's rows, and by the plan "
-        f"--parallel.memory-limit {below} is enough up to {most:.2f}: use --train.balance loss or bias, another layout, "
-        "or a larger limit"
+        f"memory must be enough for the rows of experts: {where}, got {load:.2f} times the mean of a rank's rows, and "
+        f"by the plan --parallel.memory-limit {below} is enough up to {most:.2f}: use --train.balance loss or bias, "
+        "another layout, or a larger limit"
     )
 
 
