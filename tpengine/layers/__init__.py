@@ -15,6 +15,7 @@ vocabulary.py      embedding and loss, cut over the vocabulary
 token_values.py    what a loss may ask of logits that are cut so: log-probabilities, entropy, the whole
 rows.py            what rows are: sequences, packed documents, what follows on a cache of keys and values
 scaled.py          a tensor times a number, of which nothing is kept
+whereabouts.py     what an error in a layer of experts says of where it was
 balance.py         what routers of experts are told and tell: counts, the auxiliary loss
 dropout.py         masks that are the same in every layout
 gradient_sink.py   where weight gradients go

@@ -40,6 +40,7 @@ from tpkernels.ops.experts.rows import take_backward
 from tpengine.layers.experts import ExpertNetworks, Multiplied
 from tpengine.layers.gradient_sink import GradientSink, check_reaches, total_of
 from tpengine.layers.routing import Routed
+from tpengine.layers.whereabouts import says_where
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,7 @@ def _taken(x: Tensor, routed: Routed, routes: RowRoutes) -> Tensor:
     return x.index_select(0, sent // routed.weights.shape[1])
 
 
+@says_where
 class _Chunked(torch.autograd.Function):
     """Local shapes: X_v[T, D], Ys_v[R, D]; at the owner Xs'[R', D], GU_v[R', 2F/V], H_v[R', F/V].
 

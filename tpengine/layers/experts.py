@@ -36,6 +36,7 @@ from tpengine.layers.gradient_sink import GradientSink, check_reaches
 from tpengine.layers.mlp import FeedForward
 from tpengine.layers.placement import Placement, check_divides, cut
 from tpengine.layers.routing import Routed, Router, TokenScores
+from tpengine.layers.whereabouts import Placed, says_where
 
 
 class ExpertWeight(nn.Module):
@@ -196,6 +197,7 @@ class Multiplied(NamedTuple):
     gu: Tensor
 
 
+@says_where
 class _Experts(torch.autograd.Function):
     """Local shapes: Xs[R, D]; w_gate, w_up[E, F/tp, D], w_down[E, D, F/tp]; GU[R, 2F/tp], H[R, F/tp]; Ys[R, D].
 
@@ -310,7 +312,7 @@ class _WithoutExchange(ShardCommunicator):
         return 1
 
 
-class ExpertMixture(nn.Module):
+class ExpertMixture(Placed, nn.Module):
     """What both forms of a mixture have: a router, experts, and a network that every token goes through, or none.
 
     Args:

@@ -37,8 +37,10 @@ from tpengine.layers.experts import ExpertMixture, ExpertNetworks
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.routing import Routed, Router
 from tpengine.layers.row_buffers import RowBuffers
+from tpengine.layers.whereabouts import says_where
 
 
+@says_where
 class _Dispatched(torch.autograd.Function):
     """Local shapes: x[t, D], Xs[R', D].  Xs = dispatch(x);  dx[t] = the sum of dXs' k rows of t, in their order."""
 
@@ -54,6 +56,7 @@ class _Dispatched(torch.autograd.Function):
         return dx, None, None
 
 
+@says_where
 class _SpreadCombined(torch.autograd.Function):
     """Local shapes: Ys[R', D], weights[t, k], y[t, D].
 

@@ -43,6 +43,7 @@ from tpengine.layers.placement import SaysPlacements, check_tokens
 from tpengine.layers.prepared_weights import Contents
 from tpengine.layers.row import RowParallelLinear
 from tpengine.layers.rows import Rows
+from tpengine.layers.whereabouts import Placed
 from tpengine.layers.width_norm import WidthNorm, norm_over_ranks
 from tpengine.layout.parameters import ALIGNMENT_BYTES
 
@@ -294,7 +295,7 @@ class ExactWidthNormed(ExactMatmuls):
         return [layer.attended(qkv, *arguments) for layer, qkv in zip(layers, normed, strict=True)]
 
 
-class ExactExperts(ExactMatmuls):
+class ExactExperts(Placed, ExactMatmuls):
     """Experts whose whole networks lie on ranks that share them: all held shards' rows travel at once.
 
     Args:

@@ -21,6 +21,7 @@ from tpengine.layers.dropout import LayerDropouts, Position
 from tpengine.layers.placement import placements_of
 from tpengine.layers.rows import Rows
 from tpengine.layers.scaled import scaled
+from tpengine.layers.whereabouts import Placed, Whereabouts
 from tpengine.layout.parameters import Piece, pieces_of, stage_specs
 from tpengine.model.block import Block, Sum, computed_again, hand_on, normed, whole
 from tpengine.model.parts import Parts
@@ -104,6 +105,10 @@ class Transformer(nn.Module):
             piece.name: piece for spec in specs for piece in pieces_of(spec, parts.table_size, parts.held, ep_rank)
         }
         self.held = self._held_pieces()
+        for number, block in self.layers.items():
+            for part in block.modules():
+                if isinstance(part, Placed):
+                    part.whereabouts = Whereabouts(int(number), self.position, model.details.num_experts, experts)
 
     def forward(self, x: Tensor, seq: Rows, chunk: int = 0) -> Tensor:
         """Tokens [T] or x[T/tp, D] -> x[T/tp, D] or logits; T consists of sequences of `seq` tokens.

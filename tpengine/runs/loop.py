@@ -28,6 +28,7 @@ from tpengine.runs.between_steps import Evaluation, Pause
 from tpengine.runs.callbacks import Callbacks
 from tpengine.runs.checkpoints import RunCheckpoints
 from tpengine.runs.job import Job, RunResult
+from tpengine.runs.load_limit import LoadLimit
 from tpengine.runs.opening import open_writer
 from tpengine.runs.own_parts import check_same_on_all_ranks, name_of_loss
 from tpengine.runs.profiler import Profiler
@@ -107,6 +108,7 @@ class _Run:
     run_dir: Path
     console: Console
     callbacks: Callbacks
+    loads: LoadLimit
     trainer: Trainer
     checkpoint: Checkpoint | None
     checkpoints: RunCheckpoints
@@ -162,7 +164,8 @@ def _set_up(job: Job, watch: Watch) -> _Run:
     console, first_step = console_for(job.launch.rank), 0 if checkpoint is None else checkpoint.index.step
     decoder = partial(_decoder, job, console)
     evaluation = Evaluation(state, job.run_dir, console, decoder, first_step, trainer.objective)
-    return _Run(job, watch, run_dir, console, callbacks, trainer, checkpoint, checkpoints, skipped, spikes, evaluation)
+    given, restored = (callbacks, LoadLimit(job.wings, job.device.type)), (checkpoint, checkpoints)
+    return _Run(job, watch, run_dir, console, *given, trainer, *restored, skipped, spikes, evaluation)
 
 
 def _ranks_of(job: Job, state: TrainState, run_dir: Path) -> AwaitedRanks:
@@ -248,7 +251,7 @@ def _loop(run: _Run) -> tuple[RunResult, Uploads | None]:
                     pause.stop(step + 1, int(stop_signal))
                 held_out = pause.after(step + 1)
                 checkpoints.after_step(step + 1, held_out, bool(is_writing))
-                if failure := run.callbacks.failure():
+                if failure := run.callbacks.failure() or run.loads.failure(step, trainer.step):
                     raise RunError(f"{failure}{checkpoints.save_before_leaving(step + 1)}")
                 step += 1
         profiler.finish()

@@ -175,9 +175,10 @@ def said_of_experts(config: Config, layout: Layout, most_load: float) -> list[st
     if layout.ep > 1:
         until = "at every load" if most_load >= layout.ep else f"up to a load of {most_load:.2f}"
         of = f"buffers for {layout.row_load:g} times the mean of rows" if layout.row_load else "experts used evenly"
+        ends = config.parallel.memory_limit and most_load < layout.ep
         said.append(
             f"memory by the plan is that of {of}, and is enough {until} (rows of the hottest rank over the mean: "
-            "expert_rank_load of metrics.jsonl)"
+            f"expert_rank_load of metrics.jsonl){'; a step above it ends the run' if ends else ''}"
         )
     if config.parallel.moe_load and not layout.row_load:
         said.append(

@@ -380,6 +380,7 @@ class DeviceArena:
             f"rank {self._members[self.rank]}: group {self.name} is poisoned: {what}: reset it on every rank, or start "
             "the ranks again",
             what,
+            theirs,
         )
 
     def reset(self, group: ProcessGroup) -> None:

@@ -52,11 +52,12 @@ class PeerError(RuntimeError):
 
     Attributes:
         what: which rank waited for which, in what; the message adds where and what to do.
+        awaited: the rank that did not come, among all processes.
     """
 
-    def __init__(self, message: str, what: str) -> None:
+    def __init__(self, message: str, what: str, awaited: int) -> None:
         super().__init__(message)
-        self.what = what
+        self.what, self.awaited = what, awaited
 
 
 class PeerTimeout(PeerError):
@@ -278,7 +279,7 @@ class Signals:
         for area in self._areas:
             if area.load(self._poison_word):
                 verdict = _Verdict(*(area.load(self._poison_word + i) for i in range(6)))
-                raise self._error(GroupPoisoned, self._describe(verdict))
+                raise self._error(GroupPoisoned, self._describe(verdict), verdict.awaited)
 
     def fail(self, operation: int, epoch: int) -> None:
         """Poison the group because this rank leaves call `epoch` before its end."""
@@ -329,7 +330,7 @@ class Signals:
 
             def give_up(reason: int, peer: int = peer) -> PeerError:
                 kind = PeerGone if reason == _Verdict.GONE else PeerTimeout
-                return self._error(kind, f"rank {self._members[peer]} took no part in the reset")
+                return self._error(kind, f"rank {self._members[peer]} took no part in the reset", peer)
 
             if not arrived():
                 self._poll(arrived, peer, give_up, heed_poison=False)
@@ -362,7 +363,7 @@ class Signals:
         for offset, value in reversed(list(enumerate(verdict.words()))):
             self._own.store(self._poison_word + offset, value)
         kind = PeerGone if verdict.reason == _Verdict.GONE else PeerTimeout
-        return self._error(kind, self._describe(verdict))
+        return self._error(kind, self._describe(verdict), verdict.awaited)
 
     def _describe(self, verdict: _Verdict) -> str:
         waiter, awaited = self._members[verdict.waiter], self._members[verdict.awaited]
@@ -372,5 +373,6 @@ class Signals:
         fate = "is gone" if verdict.reason == _Verdict.GONE else f"gave no signal for {self.timeout_seconds:g} s"
         return f"rank {waiter} waited in {call} (seen {verdict.seen}) for rank {awaited}, which {fate}"
 
-    def _error(self, kind: type[PeerError], what: str) -> PeerError:
-        return kind(f"rank {self._members[self._rank]}: group {self._name} is poisoned: {what}: {self._remedy}", what)
+    def _error(self, kind: type[PeerError], what: str, peer: int) -> PeerError:
+        message = f"rank {self._members[self._rank]}: group {self._name} is poisoned: {what}: {self._remedy}"
+        return kind(message, what, self._members[peer])

@@ -31,6 +31,7 @@ from support.engine.resuming import resumed
 from support.kernels.mutations import survivors
 from support.ranks.rank_pool import RankPool
 from torch import Tensor
+from tpkernels.ops.experts.order import ExpertOrder
 
 from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
@@ -39,6 +40,7 @@ from tpengine.config.settings import ModelDetails, ParameterGroup
 from tpengine.data import open_corpus
 from tpengine.data_parallel.bucket import FlatBucket
 from tpengine.data_parallel.buckets import GradientBuckets
+from tpengine.layers import routing
 from tpengine.layers.chunked_experts import RowRoutes
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layout.parameters import pieces_of, stage_specs
@@ -51,6 +53,9 @@ from tpengine.training.state_check import check_replicas
 DETAILS = ModelDetails(
     num_experts=4, experts_per_token=2, expert_ffn_size=128, normalizes_scores=True, has_experts=(False, True)
 )
+# A network that every token goes through beside them: of exact mode's shards, where experts lie on their owners.
+SHARED = replace(DETAILS, shared_expert_size=32)
+GATED = replace(SHARED, gates_shared_expert=True)
 HOT, EMPTY = 1, 2
 
 
@@ -119,12 +124,18 @@ CASES: list[tuple[tuple[int, int, int], int, dict[str, Any]]] = [
     *(((2, 2, 1), 2, {"zero": zero}) for zero in (1, 3)),
     ((2, 2, 1), 4, {"zero": 3, "dtype": "bfloat16"}),
     ((4, 2, 1), 4, {"kv_heads": 1, "micro_batches": 8}),
+    ((1, 2, 1), 2, {"details": GATED}),
+    ((2, 2, 1), 4, {"details": GATED, "recompute": "block", "zero": 3}),
+    ((2, 2, 1), 2, {"details": SHARED, "recompute": "full"}),
+    ((2, 1, 2), 2, {"details": SHARED, "schedule": "zb-h1"}),
+    ((4, 1, 1), 2, {"details": GATED, "dtype": "bfloat16"}),
 ]
+BY_DEFAULT = [CASES[0], ((1, 2, 1), 2, {"details": GATED})]
 
 
 @pytest.mark.parametrize(
     ("layout", "ep", "settings"),
-    [pytest.param(*case, marks=pytest.mark.slow if place else ()) for place, case in enumerate(CASES)],
+    [pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow) for case in CASES],
 )
 def test_shared_experts_have_the_bits_of_one_process(
     ranks: RankPool, one_process: OneProcess, layout: tuple[int, int, int], ep: int, settings: dict[str, Any]
@@ -151,10 +162,20 @@ def save_halfway(config: Config, run_dir: str) -> Found:
     return found
 
 
-def go_on(config: Config, run_dir: str) -> tuple[Found, Found]:
+def go_on(config: Config, run_dir: str, mutation: str = "") -> tuple[Found, Found]:
     """What was loaded, and what the second step came to."""
     trainer = resumed(config, run_dir, 1)
-    return ([], digests_of(trainer)), train_steps(trainer, 1, 2)
+    with globals()[mutation](trainer) if mutation else pytest.MonkeyPatch.context():
+        return ([], digests_of(trainer)), train_steps(trainer, 1, 2)
+
+
+def assert_goes_on(first: Bits, after: Config, found: Sequence[tuple[Found, Found]], want: Bits) -> None:
+    """What was loaded is what was saved, and the next step's bits are those of one process."""
+    loaded, second = zip(*found, strict=True)
+    state = merge(after, loaded).digests
+    assert [key for key in state if key[2] != "gradient" and state[key] != first.digests[key]] == []
+    bits = merge(after, second)
+    assert_same_bits(replace(bits, numbers=first.numbers + bits.numbers), want)
 
 
 @pytest.mark.parametrize(
@@ -176,11 +197,64 @@ def test_a_run_goes_on_with_the_same_bits_where_experts_lie_otherwise(
 ) -> None:
     before, after = config_of(*saving), config_of(*going_on)
     first = merge(before, ranks.run(save_halfway, num_ranks(before), before, str(tmp_path)))
-    loaded, second = zip(*ranks.run(go_on, num_ranks(after), after, str(tmp_path)), strict=True)
-    state = merge(after, loaded).digests
-    assert [key for key in state if key[2] != "gradient" and state[key] != first.digests[key]] == []
-    bits = merge(after, second)
-    assert_same_bits(replace(bits, numbers=first.numbers + bits.numbers), one_process(before))
+    assert_goes_on(first, after, ranks.run(go_on, num_ranks(after), after, str(tmp_path)), one_process(before))
+
+
+@contextmanager
+def experts_exchanged(trainer: Trainer) -> Iterator[None]:
+    """Each expert's matrices are the next one's."""
+    for name, weight in trainer.state.model.held.items():
+        if ".experts." in name:
+            weight.data.copy_(weight.data.roll(1, 0))
+    yield
+
+
+@contextmanager
+def moments_exchanged(trainer: Trainer) -> Iterator[None]:
+    """Each expert's moments are the next one's."""
+    for name in trainer.state.weights:
+        if ".experts." in name:
+            for moment in trainer.state.optimizer.state_of(name).values():
+                moment.copy_(moment.roll(1, 0))
+    yield
+
+
+@contextmanager
+def tokens_exchanged(trainer: Trainer) -> Iterator[None]:
+    """Of each expert's rows the last token's comes first: sums over tokens are taken in another order."""
+    sort = routing.sort_forward
+
+    def backwards(experts: Tensor, num_experts: int) -> ExpertOrder:
+        order, offsets, _ = sort(experts, num_experts)
+        order = torch.cat([rows.flip(0) for rows in order.split(offsets.diff().tolist())])
+        return ExpertOrder(order, offsets, order.argsort().int())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "sort_forward", backwards)
+        yield
+
+
+ON_RESUME = (experts_exchanged, moments_exchanged, tokens_exchanged)
+
+
+@pytest.mark.slow
+def test_what_is_exchanged_on_resume_is_noticed(
+    ranks: RankPool, one_process: OneProcess, tmp_path: Path, count_mutations: Callable[[str, int, int], None]
+) -> None:
+    """From two replicas that share experts to one whose experts are cut over tp."""
+    before, after = config_of((2, 1, 1), 2), config_of((1, 2, 1), 1)
+    first = merge(before, ranks.run(save_halfway, 2, before, str(tmp_path)))
+
+    def found(mutation: str) -> list[tuple[Found, Found]]:
+        return ranks.run(go_on, 2, after, str(tmp_path), mutation)
+
+    def check(bits: list[tuple[Found, Found]]) -> None:
+        assert_goes_on(first, after, bits, one_process(before))
+
+    check(found(""))
+    unnoticed = survivors([mutation.__name__ for mutation in ON_RESUME], found, check)
+    count_mutations("experts resumed (bits)", len(ON_RESUME) - len(unnoticed), len(ON_RESUME))
+    assert not unnoticed
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (1, 4), (2, 2), (2, 4), (4, 4)])

@@ -160,6 +160,37 @@ def test_what_is_decided_once_stays_where_a_chunk_is_computed_again() -> None:
     assert not stage._again
 
 
+def test_what_a_forward_without_its_backward_decided_is_forgotten() -> None:
+    """A step may end between the two. Neither evaluation nor the next step sees it: weights have changed since."""
+    weight, used = torch.ones(()), []
+
+    def chunk(x: torch.Tensor) -> torch.Tensor:
+        decided = once(lambda: float(weight))
+        used.append(decided)
+        return x * decided
+
+    stage = Stage(chunk, Given(), is_first=False, is_last=False, recompute=True)
+
+    def give(pass_over: Callable[[int], None]) -> float:
+        stage.receive_input(0, torch.ones(1))
+        pass_over(0)
+        return float(stage.take_output(0))
+
+    assert give(stage.forward) == 1
+    weight.fill_(2)
+    assert give(stage.forward_only) == 2
+    weight.fill_(3)
+    assert give(stage.forward) == 3
+    assert give(stage.forward_only) == 3
+    weight.fill_(4)
+    # Between a forward and its backward evaluation decides anew, and takes nothing away.
+    stage.receive_input(0, torch.ones(1))
+    stage.receive_output_grad(0, torch.ones(1))
+    stage.backward(0)
+    assert float(stage.take_input_grad(0)) == 3 and used == [1, 2, 3, 3, 3]
+    assert not stage._again
+
+
 def test_forward_only_keeps_nothing() -> None:
     first = Stage(lambda x: x + 1, Given(lambda mb: torch.full((2,), float(mb))), is_first=True, is_last=False)
     second = Stage(lambda x: x + 1, Given(), is_first=False, is_last=False)

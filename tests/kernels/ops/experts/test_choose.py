@@ -5,13 +5,19 @@ Only a GPU shows the compiled kernels' numbers, and its own exp.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support import CountMutations
+from support.kernels.compiled import CACHE_VARIABLE, modules_of
 from support.kernels.precision import check_errors, unwritten_is_nan
 from support.kernels.routing_cases import ROUTINGS
 from support.kernels.rungs import Rung, every_rung, every_rung_and_grid
+from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from tpkernels.launch import INTERPRETED
 from tpkernels.ops.experts.choose import (
@@ -148,6 +154,54 @@ def check_ties(device: str) -> None:
 @every_rung
 def test_ties_go_to_the_lower_expert(rung: Rung) -> None:
     rung(check_ties)
+
+
+def ties_are_noticed(directory: str) -> list[str]:
+    """Ties by another order than that of experts: which changes check_ties does not notice, on host and interpreted."""
+    module: Any = importlib.import_module("tpkernels.ops.experts.choose")
+    kernels: Any = importlib.import_module("tpkernels.ops.experts.choose_kernel")
+
+    def last(keys: Tensor, k: int) -> Tensor:
+        return keys.shape[1] - 1 - keys.flip(1).sort(dim=1, descending=True, stable=True).indices[:, :k]
+
+    def by_launch(rest: str) -> Any:
+        source, old = Path(kernels.__file__).read_text(), "tl.min(tl.where(m_largest, o_column[None, :], 2147483647)"
+        assert source.count(old) == 1
+        return modules_of({"choose": source.replace(old, rest)})["choose"].launch_choose
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, directory)
+        if INTERPRETED:
+            changes = {
+                "launch_choose": {
+                    "the last": by_launch("tl.max(tl.where(m_largest, o_column[None, :], -1)"),
+                    "whichever comes first from the middle": by_launch(
+                        "tl.min(tl.where(m_largest, (o_column[None, :] + 2) % 8, 2147483647)"
+                    ),
+                }
+            }
+        else:
+            any_of = {"the last": last, "whatever topk takes": lambda keys, k: keys.topk(k, dim=1).indices}
+            changes = {"_best": any_of}
+        unnoticed = []
+        for function, each in changes.items():
+            for name, change in each.items():
+                with pytest.MonkeyPatch.context() as inner:
+                    inner.setattr(module, function, change)
+                    try:
+                        check_ties("cpu")
+                    except AssertionError:
+                        continue
+                    unnoticed.append(name)
+    return unnoticed
+
+
+def test_ties_by_another_order_are_noticed(
+    interpreters: RankPool, count_mutations: CountMutations, tmp_path: Path
+) -> None:
+    unnoticed = [*ties_are_noticed(str(tmp_path)), *interpreters.run(ties_are_noticed, 1, str(tmp_path))[0]]
+    count_mutations("ties of scores", 4 - len(unnoticed), 4)
+    assert not unnoticed
 
 
 def check_nan(device: str) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from support import CountMutations
+from support.kernels.compiled import CACHE_VARIABLE, modules_of
 from support.kernels.precision import unwritten_is_nan
 from support.kernels.routing_cases import drawn_experts
 from support.kernels.rungs import Rung, every_rung, every_rung_and_grid
+from support.ranks.rank_pool import RankPool
 from torch import Tensor
 from tpkernels.launch import INTERPRETED
 from tpkernels.ops.experts.order import sort_by_expert, sort_by_expert_op, sort_by_expert_reference, sort_forward
@@ -49,6 +56,43 @@ def test_as_specified(rung: Rung, whole: bool) -> None:
 )
 def test_all_sizes_are_as_specified(rung: Rung, sizes: list[tuple[int, int, int]]) -> None:
     rung(check_order, sizes)
+
+
+# Rows of an expert that do not lie in the order of their tokens.
+MUTATIONS = {
+    "the last pair of a block first": (
+        "o_before[None, :] < o_inside[:, None]",
+        "o_before[None, :] > o_inside[:, None]",
+    ),
+    "counts of another block": (
+        "o_expert * num_blocks + i_block, count",
+        "o_expert * num_blocks + (i_block + 1) % num_blocks, count",
+    ),
+}
+
+
+def is_noticed(name: str, directory: str) -> bool:
+    module: Any = importlib.import_module("tpkernels.ops.experts.order")
+    source, (old, new) = Path(module.__file__).read_text(), MUTATIONS[name]
+    assert source.count(old) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, directory)
+        # An operator of this name is registered already.
+        changed = source.replace(old, new).replace("tpkernels::", f"mutant{[*MUTATIONS].index(name)}::")
+        mutant = modules_of({"order": changed})["order"]
+        for function in ("sort_forward", "sort_by_expert"):
+            patch.setitem(globals(), function, getattr(mutant, function))
+        try:
+            check_order("cpu", [(100, 7, 3)])
+        except AssertionError:
+            return True
+    return False
+
+
+def test_rows_by_arrival_are_noticed(interpreters: RankPool, count_mutations: CountMutations, tmp_path: Path) -> None:
+    unnoticed = [name for name in MUTATIONS if interpreters.run(is_noticed, 1, name, str(tmp_path)) == [False]]
+    count_mutations("the order of an expert's rows", len(MUTATIONS) - len(unnoticed), len(MUTATIONS))
+    assert not unnoticed
 
 
 def check_outside(device: str) -> None:

@@ -5,11 +5,16 @@ Together: route, sort_by_expert, take_rows and combine_rows are a mixture of exp
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
-from support.kernels.precision import unwritten_is_nan
-from support.kernels.rungs import Rung, every_rung
+from support.architectures.transformers_models import Widened
+from support.kernels.precision import Operator, check_errors, unwritten_is_nan
+from support.kernels.rungs import Rung, every_rung, every_rung_and_dtype
 from torch import Tensor
+from torch.func import functional_call
 from tpkernels import Routing, combine_rows, route, sort_by_expert, take_rows
 from tpkernels.ops.experts.choose import ChoiceRule
 from tpkernels.ops.experts.route import route_reference
@@ -51,22 +56,44 @@ def test_a_mixture_of_experts_is_a_loop_over_its_tokens(rung: Rung) -> None:
     rung(check_mixture)
 
 
+def check_as_theirs(what: str, ours: Operator, theirs: Operator, has_bias: bool = False) -> None:
+    """Weights and gradients are at most twice as far from float64 as theirs, of some draws; the choices are equal."""
+
+    def draw(seed: int) -> dict[str, Tensor]:
+        found = {"x": drawn(50, 24, seed=seed, dtype=torch.float32), "w": drawn(16, 24, seed=99, dtype=torch.float32)}
+        if has_bias:
+            found["bias"] = drawn(16, seed=98, dtype=torch.float32) / 10
+        return {name: t.requires_grad_(name != "bias") for name, t in found.items()}
+
+    for seed in range(8):
+        inputs = draw(seed)
+        (_, got), (_, want) = ours(**inputs), theirs(**inputs)
+        assert torch.equal(got.long(), want.long()), what
+    check_errors(what, lambda **inputs: ours(**inputs)[0], lambda **inputs: theirs(**inputs)[0], draw, draws=8)
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 def test_as_the_router_of_qwen3_moe(normalize: bool) -> None:
     modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
     config = modeling.Qwen3MoeConfig(num_experts=16, num_experts_per_tok=4, hidden_size=24, norm_topk_prob=normalize)
     router = modeling.Qwen3MoeTopKRouter(config)
-    x, w = drawn(50, 24, dtype=torch.float32).requires_grad_(), drawn(16, 24, seed=1, dtype=torch.float32)
-    with torch.no_grad():
-        router.weight.copy_(w)
-    w.requires_grad_()
-    _, weights, experts = router(x)
-    dweights = drawn(50, 4, seed=2, dtype=torch.float32)
-    want = torch.autograd.grad(weights, (x, router.weight), dweights)
-    ours = route(x, w, 4, normalize=normalize)
-    assert torch.equal(ours.experts.long(), experts)
-    torch.testing.assert_close(ours.weights, weights)
-    torch.testing.assert_close(torch.autograd.grad(ours.weights, (x, w), dweights), want, rtol=1e-4, atol=1e-6)
+
+    def theirs(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        with Widened() if x.dtype == torch.float64 else nullcontext():
+            _, weights, experts = functional_call(router, {"weight": w}, (x,))
+        return weights, experts
+
+    def ours(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        found = route(x, w, 4, normalize=normalize)
+        return found.weights, found.experts
+
+    check_as_theirs(f"qwen3_moe, {normalize=}", ours, theirs)
+
+
+def sorted_choice(weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+    """A token's choices by number: transformers leaves their order open."""
+    experts, places = experts.long().sort(dim=1)
+    return weights.gather(1, places), experts
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -83,36 +110,45 @@ def test_as_the_router_of_deepseek_v3(groups: int, normalize: bool) -> None:
         routed_scaling_factor=2.5,
     )
     router = modeling.DeepseekV3TopkRouter(config)
-    x, w = drawn(50, 24, dtype=torch.float32).requires_grad_(), drawn(16, 24, seed=1, dtype=torch.float32)
-    bias = drawn(16, seed=3, dtype=torch.float32) / 10
-    with torch.no_grad():
-        router.weight.copy_(w)
-        router.e_score_correction_bias.copy_(bias)
-    w.requires_grad_()
-    found = router(x)
-    # Older releases return no logits.
-    experts, weights = (found[-1], found[-2]) if found[-1].dtype == torch.int64 else found[:2]
-    # transformers leaves the order of a token's experts open.
-    experts, places = experts.sort(dim=1)
-    weights = weights.gather(1, places)
-    dweights = drawn(50, 4, seed=2, dtype=torch.float32)
-    want = torch.autograd.grad(weights, (x, router.weight), dweights)
-    ours = route(
-        x,
-        w,
-        4,
-        bias=bias,
-        scoring="sigmoid",
-        normalize=normalize,
-        scale=2.5,
-        num_groups=groups,
-        top_groups=max(1, groups // 2),
-    )
-    our_experts, places = ours.experts.long().sort(dim=1)
-    our_weights = ours.weights.gather(1, places)
-    assert torch.equal(our_experts, experts)
-    torch.testing.assert_close(our_weights, weights)
-    torch.testing.assert_close(torch.autograd.grad(our_weights, (x, w), dweights), want, rtol=1e-4, atol=1e-6)
+
+    def theirs(x: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        with Widened() if x.dtype == torch.float64 else nullcontext():
+            found = functional_call(router, {"weight": w, "e_score_correction_bias": bias}, (x,))
+        # Older releases return no logits.
+        experts, weights = (found[-1], found[-2]) if found[-1].dtype == torch.int64 else found[:2]
+        return sorted_choice(weights, experts)
+
+    def ours(x: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        rule: dict[str, Any] = {"num_groups": groups, "top_groups": max(1, groups // 2)}
+        found = route(x, w, 4, bias=bias, scoring="sigmoid", normalize=normalize, scale=2.5, **rule)
+        return sorted_choice(found.weights, found.experts)
+
+    check_as_theirs(f"deepseek_v3, {groups=}, {normalize=}", ours, theirs, has_bias=True)
+
+
+def check_errors_of_all(device: str, dtype: torch.dtype) -> None:
+    """Logits, weights and gradients, with x and w in any dtype: at most twice as wrong as plain torch."""
+    for rule in (ChoiceRule(3, normalize=True), ChoiceRule(2, "sigmoid", scale=2.5)):
+
+        def draw(seed: int) -> dict[str, Tensor]:
+            made = {"x": drawn(30, 24, seed=seed), "w": drawn(8, 24, seed=50 + seed)}
+            return {name: t.to(device, dtype).requires_grad_() for name, t in made.items()}
+
+        def ours(x: Tensor, w: Tensor, rule: ChoiceRule = rule) -> tuple[Tensor, Tensor]:
+            found = route(x, w, **rule._asdict())
+            return found.weights, found.logits
+
+        def plainly(x: Tensor, w: Tensor, rule: ChoiceRule = rule) -> tuple[Tensor, Tensor]:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            found = route_reference(x.to(wide), w.to(wide), None, rule)
+            return found.weights, found.logits
+
+        check_errors(f"{rule} {dtype}", ours, plainly, draw, draws=3)
+
+
+@every_rung_and_dtype
+def test_errors_are_at_most_twice_torchs(rung: Rung, dtype: torch.dtype) -> None:
+    rung(check_errors_of_all, dtype)
 
 
 def check_width(device: str) -> None:
