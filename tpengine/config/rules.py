@@ -58,10 +58,12 @@ def resolve_layout(parallel: ParallelConfig, world_size: int) -> ParallelConfig:
     what comes first after that and lets ep be tp, or tp times a divisor of dp: with ep 4 tp 2, pp 1, dp 2.
 
     Raises:
-        ValueError: no choice gives the number of processes; names the nearest layouts.
+        ValueError: more processes than are counted with, or no choice gives their number; names the nearest layouts.
     """
     if world_size < 1:
         raise ValueError(f"a run needs a process: the number of processes is {world_size}: start at least 1")
+    if world_size > MOST_RANKS:
+        raise ValueError(f"a run has at most {MOST_RANKS} processes: got {world_size}: start {MOST_RANKS} or fewer")
     check_sizes(parallel)
     given = {axis: getattr(parallel, axis) for axis in _SIZES}
     known = math.prod(size for size in given.values() if size is not None)

@@ -83,6 +83,8 @@ def assert_exported(out: Path, model: ModelConfig, held: list[Pieces]) -> Any:
 
     # What is misshapen is named; without the flag it would be an error of another kind.
     options = dict(output_loading_info=True, attn_implementation="eager", ignore_mismatched_sizes=True)
+    if model.details.num_experts:
+        options["experts_implementation"] = "eager"  # its other ways do not take float64
     with Widened():
         found: Any = AutoModelForCausalLM.from_pretrained(out, **options)
     theirs, said = found

@@ -75,7 +75,6 @@ def test_work_without_a_bound_is_noticed() -> None:
         lines_of(lambda: next(number for number in range(10**9) if number < 0))
 
 
-@pytest.mark.by_default("train", "data")
 @pytest.mark.parametrize("section", ["model", "parallel", "train", "data", "optim"])
 def test_a_huge_setting_of_a_run_is_answered(section: str) -> None:
     owner = getattr(Config(), section)

@@ -127,6 +127,7 @@ def test_every_layout_multiplies_to_the_number_of_processes(
         (8, {"tp": 3, "pp": 2}, ["number of processes", "processes 8", "use"]),
         (4, {"tp": 0}, ["tp must be at least 1", "0", "use 1"]),
         (4, {"dp": -2}, ["dp must be at least 1", "-2", "use 1"]),
+        (10**30, {}, ["at most 16777216 processes", f"got {10**30}", "start 16777216 or fewer"]),
     ],
 )
 def test_impossible_layouts_name_a_possible_one(world_size: int, given_axes: dict[str, int], parts: list[str]) -> None:
