@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tpkernels.work import expert_rows_arena_bytes
+from tpkernels.work_experts import expert_rows_arena_bytes
 
 from tpengine.config import Config
 from tpengine.dtypes import dtype_bytes
