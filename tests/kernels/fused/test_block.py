@@ -6,17 +6,16 @@ Interpreted, the engine's layers take the Triton kernels that they take on a GPU
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.architectures.transformers_models import Widened
 from support.kernels.precision import check_errors, unwritten_is_nan
 from support.kernels.rungs import Rung, every_grid_of_a_product, every_rung
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.launch import INTERPRETED, Target, observed
 from tpkernels.ops.activation import swiglu
@@ -45,19 +44,6 @@ MODEL = ModelConfig(
     rope_theta=THETA,
     norm_eps=EPS,
 )
-
-
-class Widened(TorchFunctionMode):
-    """Compute in float64 where float32 is asked for, as Hugging Face's layer does whatever its dtype."""
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        def wide(value: Any) -> Any:
-            return torch.float64 if value is torch.float32 else value
-
-        function = torch.Tensor.double if function is torch.Tensor.float else function
-        return function(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
 
 
 def llama_layer(x: Tensor, **weights: Tensor) -> Tensor:

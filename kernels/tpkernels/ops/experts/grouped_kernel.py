@@ -63,6 +63,36 @@ def group_of_tile(
 
 
 @jit
+def block_of(
+    matrix: tl.tensor,
+    first: tl.tensor,
+    row: tl.tensor,
+    end_row: tl.tensor,
+    column: tl.tensor,
+    end_column: tl.tensor,
+    stride: tl.tensor,
+    TMA: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> tl.tensor:
+    """Return [ROWS, COLUMNS] of a part of a matrix, from the part's `row` and `column` on.
+
+    From end_row and end_column on pointers load zeros, and TMA whatever the matrix holds. tiles.multiply loads by
+    itself: for sm_80, a block of A by columns that is transposed once it is loaded is no asynchronous copy.
+
+    Args:
+        matrix: a pointer, or a descriptor if TMA; `stride` between rows.
+        first: the matrix's row at which the part begins.
+    """
+    if TMA:
+        return matrix.load([first + row, column])
+    else:
+        o_row, o_column = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        p_block = matrix + (first + o_row).to(tl.int64)[:, None] * stride + o_column[None, :]
+        return tl.load(p_block, mask=(o_row < end_row)[:, None] & (o_column < end_column)[None, :], other=0.0)
+
+
+@jit
 def add_product(
     acc: tl.tensor,
     x: tl.tensor,
@@ -73,49 +103,32 @@ def add_product(
     end_row: tl.tensor,
     num_columns: tl.tensor,
     depth: tl.tensor,
-    end_depth: tl.tensor,
     stride_x: tl.tensor,
     stride_w: tl.tensor,
     TRANSPOSED: tl.constexpr,
     TMA_X: tl.constexpr,
     TMA_W: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Return acc + x[row:, :end_depth] times an expert's weight, from `column` on, for one tile.
+    """Return acc + x[row:] times an expert's weight, from `column` on, for one tile.
 
     Args:
         x: pointer or descriptor of x[R, K]; stride_x between rows.
         w: of w[E * N, K], or if TRANSPOSED of w[E * K, N]: all experts' one below the other; stride_w between rows.
-        num_columns, depth: N and K.
-        end_depth: K, or 0 where nothing is to be added.
+        num_columns: N.
+        depth: K, or 0 where nothing is to be added.
     """
-    o_m = row + tl.arange(0, BLOCK_M)
-    o_n = column + tl.arange(0, BLOCK_N)
-    m_m, m_n = o_m < end_row, o_n < num_columns
-    for i_k in tl.range(0, end_depth, BLOCK_K):
-        o_k = i_k + tl.arange(0, BLOCK_K)
-        m_k = o_k < depth
-        # [BLOCK_M, BLOCK_K]
-        if TMA_X:
-            b_x = x.load([row, i_k])
-        else:
-            p_x = x + o_m.to(tl.int64)[:, None] * stride_x + o_k[None, :]
-            b_x = tl.load(p_x, mask=m_m[:, None] & m_k[None, :], other=0.0)
-        # [BLOCK_K, BLOCK_N]
+    M: tl.constexpr = acc.shape[0]
+    N: tl.constexpr = acc.shape[1]
+    for i_k in tl.range(0, depth, BLOCK_K):
+        # [M, BLOCK_K]
+        b_x = block_of(x, 0, row, end_row, i_k, depth, stride_x, TMA_X, M, BLOCK_K)
+        # [BLOCK_K, N]
         if TRANSPOSED:
-            if TMA_W:
-                b_w = w.load([expert * depth + i_k, column])
-            else:
-                p_w = w + (expert * depth + o_k).to(tl.int64)[:, None] * stride_w + o_n[None, :]
-                b_w = tl.load(p_w, mask=m_k[:, None] & m_n[None, :], other=0.0)
+            b_w = block_of(w, expert * depth, i_k, depth, column, num_columns, stride_w, TMA_W, BLOCK_K, N)
         else:
-            if TMA_W:
-                b_w = tl.trans(w.load([expert * num_columns + column, i_k]))
-            else:
-                p_w = w + (expert * num_columns + o_n).to(tl.int64)[None, :] * stride_w + o_k[:, None]
-                b_w = tl.load(p_w, mask=m_k[:, None] & m_n[None, :], other=0.0)
+            first = expert * num_columns
+            b_w = tl.trans(block_of(w, first, column, num_columns, i_k, depth, stride_w, TMA_W, N, BLOCK_K))
         acc = dot(b_x, b_w, acc)
     return acc
 
@@ -172,15 +185,12 @@ def grouped_matmul_kernel(
             column,
             end_row,
             num_columns,
-            depth,
             end_depth,
             stride_x,
             stride_w,
             TRANSPOSED,
             TMA_X,
             TMA_W,
-            BLOCK_M,
-            BLOCK_N,
             BLOCK_K,
         )
         if ALSO:
@@ -193,15 +203,12 @@ def grouped_matmul_kernel(
                 column,
                 end_row,
                 num_columns,
-                depth,
                 end_depth,
                 stride_also,
                 stride_w,
                 TRANSPOSED,
                 TMA_ALSO,
                 TMA_W,
-                BLOCK_M,
-                BLOCK_N,
                 BLOCK_K,
             )
         finish(acc, p_y, None, None, row, column, end_row, num_columns, stride_y, 0, False, PARTS)

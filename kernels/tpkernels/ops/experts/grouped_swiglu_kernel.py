@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tpkernels.launch import dot, jit, power_of_2, run, target_of, tl
 from tpkernels.ops.experts.grouped_kernel import (
+    block_of,
     config_by_expert,
     grid_of,
     group_of_tile,
@@ -41,38 +42,22 @@ def _multiply_pair(
     end_row: tl.tensor,
     num_columns: tl.tensor,
     depth: tl.tensor,
-    end_depth: tl.tensor,
     stride_x: tl.tensor,
     stride_w: tl.tensor,
     TMA_X: tl.constexpr,
     TMA_W: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> Any:
-    """Return (gate, up) plus their products over end_depth; columns from num_columns on hold arbitrary values."""
-    o_m = row + tl.arange(0, BLOCK_M)
-    o_n = column + tl.arange(0, BLOCK_N)
-    m_m, m_n = o_m < end_row, o_n < num_columns
+    """Return (gate, up) plus their products over `depth`; columns from num_columns on hold arbitrary values."""
+    M: tl.constexpr = gate.shape[0]
+    N: tl.constexpr = gate.shape[1]
     first = expert * num_columns
-    for i_k in tl.range(0, end_depth, BLOCK_K):
-        o_k = i_k + tl.arange(0, BLOCK_K)
-        m_k = o_k < depth
-        # [BLOCK_M, BLOCK_K]
-        if TMA_X:
-            b_x = x.load([row, i_k])
-        else:
-            p_x = x + o_m.to(tl.int64)[:, None] * stride_x + o_k[None, :]
-            b_x = tl.load(p_x, mask=m_m[:, None] & m_k[None, :], other=0.0)
-        # [BLOCK_N, BLOCK_K] twice
-        if TMA_W:
-            b_gate = w_gate.load([first + column, i_k])
-            b_up = w_up.load([first + column, i_k])
-        else:
-            o_w = (first + o_n).to(tl.int64)[:, None] * stride_w + o_k[None, :]
-            m_w = m_n[:, None] & m_k[None, :]
-            b_gate = tl.load(w_gate + o_w, mask=m_w, other=0.0)
-            b_up = tl.load(w_up + o_w, mask=m_w, other=0.0)
+    for i_k in tl.range(0, depth, BLOCK_K):
+        # [M, BLOCK_K]
+        b_x = block_of(x, 0, row, end_row, i_k, depth, stride_x, TMA_X, M, BLOCK_K)
+        # [N, BLOCK_K] twice
+        b_gate = block_of(w_gate, first, column, num_columns, i_k, depth, stride_w, TMA_W, N, BLOCK_K)
+        b_up = block_of(w_up, first, column, num_columns, i_k, depth, stride_w, TMA_W, N, BLOCK_K)
         gate = dot(b_x, tl.trans(b_gate), gate)
         up = dot(b_x, tl.trans(b_up), up)
     return gate, up
@@ -127,14 +112,11 @@ def grouped_swiglu_kernel(
             column,
             end_row,
             num_columns,
-            depth,
             tl.where(expert < num_experts, depth, 0),
             stride_x,
             stride_w,
             TMA_X,
             TMA_W,
-            BLOCK_M,
-            BLOCK_N,
             BLOCK_K,
         )
         finish_pair(gate, up, p_h, p_y, row, column, end_row, num_columns, "silu", PARTS)

@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.architectures.looped_experts import permit_looped, with_experts
-from support.engine.parity import Outcome, compare, config_of, whole_weights
+from support.architectures.runs import pieces_of
+from support.engine.parity import Outcome, compare, config_of
 from support.engine.resuming import resumed
 from support.ranks.rank_pool import RankPool
 
@@ -236,21 +237,13 @@ def train_and_save(config: Config, run_dir: str) -> None:
 def go_on(config: Config, run_dir: str) -> Outcome:
     trainer = resumed(config, run_dir, SAVED)
     numbers = [(result.loss, result.grad_norm) for result in map(trainer.step.run, range(SAVED, STEPS))]
-    return numbers, weights_of(trainer)
+    return numbers, pieces_of(trainer)
 
 
 def straight(config: Config) -> Outcome:
     trainer = Trainer(config, open_corpus(config), CPU)
     numbers = [(result.loss, result.grad_norm) for result in map(trainer.step.run, range(STEPS))]
-    return numbers[SAVED:], weights_of(trainer)
-
-
-def weights_of(trainer: Trainer) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
-    with whole_weights(trainer):
-        return {
-            name: (trainer.state.model.pieces[name].block[0], weight.detach().clone())
-            for name, weight in trainer.state.model.held.items()
-        }
+    return numbers[SAVED:], pieces_of(trainer)
 
 
 CHANGES = [
