@@ -103,8 +103,8 @@ class SpreadExperts(ExpertMixture):
         ValueError: N does not divide E; k is more than E, or groups do not divide E.
 
     Cost: 6*R'*D*F flops, where R' is what this rank's experts get, T*k/tp on average; 2*T/tp*E*D for the router. Of
-        T*k/tp rows (N - 1)/N are sent, and as many come back, on average (work.py: dispatch_work, hottest_share).
-        Keeps R'*D, 3*R'*F, and T*k/tp*D for the weights' gradient.
+        T*k/tp rows (N - 1)/N are sent, and as many come back, on average (work_experts.py: dispatch_work,
+        hottest_share). Keeps R'*D, 3*R'*F, and T*k/tp*D for the weights' gradient.
     Numerics: as MixtureOfExperts.
     Source: Lepikhin et al., "GShard", arXiv 2006.16668; without capacity, as in Gale et al., "MegaBlocks", arXiv
         2211.15841.
