@@ -237,8 +237,8 @@ class ParallelConfig:
     """With zero 3, how long gathered weights stay: from first to last use in a step, or for one use each; auto chooses
     what is fastest and fits."""
     memory_limit: int = 0
-    """Bytes that a rank may hold, by the plan: more is refused before the run starts. 0 for what its GPU has, or its
-    share of the host's free memory."""
+    """Bytes that a rank may hold, by the plan: more is refused before the run starts, and ends it behind a step where
+    routers send a rank's experts too many rows. 0 for what its GPU has, or its share of the host's free memory."""
     bucket_bytes: int = 25_000_000
     """Gradient bucket size in bytes: a bucket is reduced as soon as it is complete."""
 

@@ -11,10 +11,11 @@ null; it stays null if the run ends meanwhile. `samples` is a half-open range of
 a function of its number, so that a restarted run would meet the same fault again. It leaves the listed steps out
 without computing them, and so gets further each time. To have a step computed, remove its line.
 
-A probe checks the weights first, then for each micro-batch every layer's output and the scores of its router in
-forward, and every gradient in backward. Each rank holds different tensors and tells what it found first; the first of
-all is reported by all. If the fault does not occur again, though weights and data are the same, the machine is
-suspected, and the report says so.
+A probe checks the weights first, then for each micro-batch every layer's output and the scores of its router, token by
+token, in forward, and every gradient in backward. Each rank holds different tensors and tells what it found first; the
+first of all is reported by all. Replicas that share experts compute their micro-batches together: what is no number in
+one of them is in experts' gradients of all, so that all their forward passes come before. If the fault does not occur
+again, though weights and data are the same, the machine is suspected, and the report says so.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from tpengine import journal
 from tpengine.distributed.agreement import all_gather_json, broadcast_json
 from tpengine.files import keep_aside
+from tpengine.layers.routing import Routed, Router
 from tpengine.layout.parameters import hf_name, stage_specs
 from tpengine.observe.activity import Activity
 from tpengine.training.loss_scale import LossScale
@@ -40,8 +42,8 @@ from tpengine.training.planned_run import PlannedRun, RunError
 from tpengine.training.spikes import StepResult
 from tpengine.training.train_step import TrainStep
 
-# Micro-batch, forward before backward, depth in that direction, name.
-_Event = tuple[int, int, float, str]
+# Which turn of micro-batches, forward before backward, depth in that direction, micro-batch, name.
+_Event = tuple[int, int, float, int, str]
 _FORWARD, _BACKWARD = range(2)
 _BEFORE_ALL = -1
 FILE_NAME = "skipped.jsonl"
@@ -89,7 +91,7 @@ def find_first(train_step: TrainStep, step: int) -> FirstNonFinite:
     # The first event over all ranks.
     events = [tuple(event) for event in all_gather_json(probe.first) if event is not None]
     if events:
-        micro_batch, _, _, name = min(events)
+        *_, micro_batch, name = min(events)
         return FirstNonFinite(name, _layer_of(name), None if micro_batch == _BEFORE_ALL else micro_batch)
     # All elements were finite: then a square or a sum of squares overflowed.
     again = _overflowing(train_step)
@@ -120,6 +122,9 @@ class _Probe:
             self._hook(model.embed_tokens, 0, "model.embed_tokens")
         for number, block in model.layers.items():
             self._hook(block, 1 + int(number), f"model.layers.{number}")
+            for router in block.modules():
+                if isinstance(router, Router):
+                    self._hook_router(router, int(number))
         if model.is_last:
             self._hook(model.norm, num_layers + 1, "model.norm")
             self._hook(model.lm_head, num_layers + 2, "lm_head")
@@ -149,7 +154,8 @@ class _Probe:
         loads = self._step.loads
         if loads is not None and (first := loads.first_without_number()) is not None:
             micro_batch, layer = first
-            self._note(micro_batch, _FORWARD, layer + 0.5, f"the scores of model.layers.{layer}.mlp.gate")
+            # Behind what hooks have seen: those know the token.
+            self._note(micro_batch, _FORWARD, layer + 0.75, f"the scores of {_router_of(layer)}")
 
     def _hook(self, module: nn.Module, depth: int, name: str) -> None:
         def see(_: nn.Module, __: Any, output: Tensor) -> None:
@@ -158,6 +164,17 @@ class _Probe:
                 self._note(micro_batch, _FORWARD, depth, f"the output of {name}")
 
         self._hooks.append(module.register_forward_hook(see))
+
+    def _hook_router(self, router: Router, layer: int) -> None:
+        def see(_: nn.Module, __: Any, routed: Routed) -> None:
+            places = (~routed.weights.detach().isfinite().all(1)).nonzero()
+            if len(places):
+                # Where ranks share experts each routes its own tokens, one part of the micro-batch's behind the other.
+                token = int(places[0]) + router.own_tokens * router.comm.rank * len(routed.weights)
+                name = f"the scores of {_router_of(layer)} for token {token}"
+                self._note(self._state.model.position.microbatch, _FORWARD, layer + 0.5 + 1e-10 * token, name)
+
+        self._hooks.append(router.register_forward_hook(see))
 
     def _look(self, buckets: Iterable[int]) -> None:
         gradients, micro_batch = self._state.buckets, self._state.model.position.microbatch
@@ -170,7 +187,10 @@ class _Probe:
                     self._note(micro_batch, _BACKWARD, -self._depths[saved], f"the gradient of {hf_name(saved)}")
 
     def _note(self, micro_batch: int, way: int, depth: float, name: str) -> None:
-        event = micro_batch, way, depth, name
+        part = self._state.part
+        together = part.layout.ep > part.layout.tp and micro_batch != _BEFORE_ALL
+        turn = micro_batch % part.config.train.num_micro_batches if together else micro_batch
+        event = turn, way, depth, micro_batch, name
         self.first = event if self.first is None else min(self.first, event)
 
 
@@ -186,6 +206,10 @@ def _overflowing(train_step: TrainStep) -> str:
 
 def _is_finite(tensor: Tensor) -> bool:
     return bool(tensor.detach().isfinite().all())
+
+
+def _router_of(layer: int) -> str:
+    return f"model.layers.{layer}.mlp.gate"
 
 
 def _parameter_of(name: str) -> str:

@@ -28,7 +28,7 @@ from tpkernels.work_experts import crossing_rows
 
 from tpengine.checkpoint.resume import checkpoints_of, state_of
 from tpengine.checkpoint.save import Saver
-from tpengine.config import IGNORED_LABEL, Config, validate
+from tpengine.config import IGNORED_LABEL, Config, num_evaluated, validate
 from tpengine.config.settings import ModelDetails
 from tpengine.data import open_corpus
 from tpengine.layers import chunked_experts, spread_experts
@@ -36,6 +36,7 @@ from tpengine.layers.chunked_experts import RowRoutes
 from tpengine.layers.gradient_sink import GradientSink
 from tpengine.layers.routing import Router
 from tpengine.plan import Kind
+from tpengine.runs.evaluation import held_out_loss
 from tpengine.runs.skipped_steps import find_first
 from tpengine.runs.trainer import Trainer
 from tpengine.training.checkpoint_blocks import blocks_of
@@ -139,6 +140,31 @@ def apart(found: list[Any], want: tuple[float, float, dict[str, Tensor]]) -> flo
         for name, (place, gradient) in of_rank.items():
             most = max(most, (gradient - want[2][name][place]).abs().max().item())
     return most
+
+
+def held_out_by_hand(config: Config) -> tuple[float, float, bool]:
+    """The held-out loss behind a step, the mean over targets by hand, and whether nothing was counted meanwhile."""
+    trainer = trainer_of(config)
+    result = trainer.step.run(0)
+    assert trainer.step.loads is not None and result.loads["balance_loss"] > 1
+    counts = trainer.step.loads.tables.counts.clone()
+    found = held_out_loss(trainer.state)
+    held_out, total, count = trainer.state.part.corpus.held_out, 0.0, 0
+    rows = min(num_evaluated(config.train), held_out.num_windows)
+    tokens, labels = (torch.from_numpy(of) for of in held_out.batch(0, rows))
+    with torch.no_grad():
+        for some, of_some in zip(tokens, labels, strict=True):
+            logits = trainer.state.model(some, config.train.seq_len)[:, : config.model.vocab_size]
+            total += float(cross_entropy(logits, of_some, ignore_index=IGNORED_LABEL, reduction="sum"))
+            count += int((of_some != IGNORED_LABEL).sum())
+    assert found is not None
+    return found, total / count, torch.equal(counts, trainer.step.loads.tables.counts)
+
+
+def test_the_held_out_loss_is_of_tokens_alone(ranks: RankPool) -> None:
+    """With a rate of which the auxiliary loss is most of the training loss; routers of evaluation count nothing."""
+    ((found, want, counts_nothing),) = ranks.run(held_out_by_hand, 1, experts_config((1, 1, 1), "loss", rate=10.0))
+    assert abs(found - want) <= 1e-12 * want and counts_nothing
 
 
 LAYOUTS = [(1, 2, 1), (2, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
@@ -497,19 +523,31 @@ def skipped(config: Config) -> tuple[bool, bool, str]:
 
 
 def poisoned(trainer: Trainer, x: Tensor) -> Tensor:
-    """One token of the third micro-batch is no number."""
-    if trainer.state.model.position.microbatch != 2:
+    """One token of the third micro-batch is no number; of those that tp ranks route by themselves the last one's."""
+    at, shape = trainer.state.rank.mesh.at, trainer.state.rank.mesh.shape
+    if trainer.state.model.position.microbatch != 2 or at.tp != shape.tp - 1:
         return x
     x = x.clone()
     x.data[5] = torch.nan
     return x
 
 
-@pytest.mark.parametrize("balance", ["none", "loss", "bias"])
-def test_scores_that_are_no_numbers_skip_the_step_and_are_named(ranks: RankPool, balance: str) -> None:
-    for is_skipped, stays, first in ranks.run(skipped, 2, experts_config((1, 1, 2), balance)):
+@pytest.mark.parametrize(
+    ("layout", "ep", "balance"),
+    [
+        *(((1, 1, 2), 1, balance) for balance in ("none", "loss", "bias")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [((1, 2, 1), 2, "none"), ((2, 1, 1), 2, "bias")]),
+    ],
+)
+def test_scores_that_are_no_numbers_skip_the_step_and_are_named(
+    ranks: RankPool, layout: tuple[int, int, int], ep: int, balance: str
+) -> None:
+    """Also a token of the second tp rank, which alone sees it."""
+    found = ranks.run(skipped, 2, experts_config(layout, balance, ep=ep))
+    token = 24 + 5 if layout[1] == 2 else 5
+    for is_skipped, stays, first in found:
         assert is_skipped and stays
-        assert first == "the scores of model.layers.1.mlp.gate, layer 1, micro-batch 2"
+        assert first == f"the scores of model.layers.1.mlp.gate for token {token}, layer 1, micro-batch 2"
 
 
 def narrow(config: Config) -> tuple[set[torch.dtype], set[torch.dtype], bool]:
