@@ -61,15 +61,24 @@ def is_loopback(address: str) -> bool:
 def addresses_by_interface(ipv6: Path = _IPV6_INTERFACES) -> list[tuple[str, str]]:
     """Return (interface, address) of each interface that is up; empty where the system is not Linux.
 
+    An interface's addresses stand in the order in which gloo finds them: those of IPv4, then those of IPv6 by their
+    scope, global ones first. Linux's list of the latter has another order.
+
     Args:
         ipv6: where Linux lists addresses of IPv6.
     """
-    found = list(_ipv4_addresses())
+    found: list[tuple[str, str]] = []
     with contextlib.suppress(OSError):
         for line in ipv6.read_text().splitlines():
             number, *_, name = line.split()
             found.append((name, str(ipaddress.IPv6Address(bytes.fromhex(number)))))
-    return found
+    return [*_ipv4_addresses(), *sorted(found, key=lambda pair: is_of_link(pair[1]))]
+
+
+def is_of_link(address: str) -> bool:
+    """Return whether an address of IPv6 is its link's alone (fe80::): without an interface of ours it means nobody."""
+    number = ipaddress.ip_address(address) if address else None
+    return isinstance(number, ipaddress.IPv6Address) and number.is_link_local
 
 
 def _ipv4_addresses() -> Iterator[tuple[str, str]]:
@@ -106,7 +115,7 @@ def listening_address(environ: Mapping[str, str], own_way: str, other_ways: list
         other_ways: those of the other hosts.
 
     Raises:
-        ValueError: the user has named an interface that this host does not have.
+        ValueError: the user has named an interface that this host does not have; or the only address is its link's.
     """
     # The first address of each, as gloo takes it.
     has = dict(reversed(addresses_by_interface()))
@@ -117,13 +126,25 @@ def listening_address(environ: Mapping[str, str], own_way: str, other_ways: list
                 f"{GLOO_INTERFACE} must name an interface of each host that is up: {socket.gethostname()} has no "
                 f"{first}: it has {', '.join(has)}"
             )
-        return has.get(first, ""), ""
-    if not is_loopback(by_name := address_of_name()):
+        return _reachable(has.get(first, ""), first), ""
+    by_name = address_of_name()
+    if not (is_loopback(by_name) or is_of_link(by_name)):
         return by_name, ""
     ways = [own_way, *(address_towards(other) for other in other_ways if not is_loopback(other))]
-    address = next((way for way in ways if not is_loopback(way)), "")
+    address = min((way for way in ways if not is_loopback(way)), key=is_of_link, default="")
     interface = interface_of(address) if address else ""
-    return has.get(interface, address), interface
+    return _reachable(has.get(interface, address), interface), interface
+
+
+def _reachable(address: str, interface: str) -> str:
+    """Return an address, unless it is one that other hosts cannot name."""
+    if is_of_link(address):
+        raise ValueError(
+            f"gloo must listen at an address that other hosts can name: {interface or 'the interface'} of "
+            f"{socket.gethostname()} has {address} alone, which is its link's: give it a global address of IPv6 or one "
+            f"of IPv4, or name another interface by {GLOO_INTERFACE}"
+        )
+    return address
 
 
 def _plain(address: str) -> str:

@@ -264,7 +264,8 @@ class Examination:
             )
             if answers is not None:
                 hosts = [self._host_of[one], self._host_of[other]]
-                pairs.append({"hosts": hosts, "how": how, "messages": answers[one]})
+                wrong = [differs for _, differs in answers if differs]
+                pairs.append({"hosts": hosts, "how": how, "messages": answers[one][0], "wrong": wrong})
         return pairs
 
     def _look_at_exchanges(self) -> None:
@@ -429,7 +430,7 @@ def _copied(answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "how": how,
             "rate": pair[name][-1][1],
             "latency_s": pair[name][0][0] / pair[name][0][1],
-            "wrong": name in pair["wrong"],
+            "wrong": "bytes come wrong" if name in pair["wrong"] else "",
         }
         for name, how in names.items()
         for reader, answer in enumerate(answers)
@@ -438,14 +439,14 @@ def _copied(answers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sent(pairs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return pairs as verdicts.judge_pairs takes them, of NCCL's messages, which compares bytes itself."""
+    """Return pairs as verdicts.judge_pairs takes them, of NCCL's messages."""
     return [
         {
             "ranks": (pair["one"], pair["other"]),
             "how": "NCCL",
             "rate": pair["messages"][-1][0] / pair["messages"][-1][1],
             "latency_s": pair["messages"][0][1],
-            "wrong": False,
+            "wrong": pair["wrong"],
         }
         for pair in pairs
     ]

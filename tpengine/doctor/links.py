@@ -96,7 +96,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def nccl_pairs(ranks: list[int], group: ProcessGroup, device: torch.device) -> list[dict[str, Any]]:
-    """Return NCCL's messages between this rank and each later one of its host: "one", "other", "messages".
+    """Return NCCL's messages between this rank and each later one of its host: "one", "other", "messages", "wrong".
 
     Args:
         ranks: global ranks of this host; all ranks of the world make as many calls.
@@ -106,9 +106,10 @@ def nccl_pairs(ranks: list[int], group: ProcessGroup, device: torch.device) -> l
     found = []
     for place, one in enumerate(ranks):
         for other in ranks[place + 1 :]:
-            messages = messages_between(one, other, COPIED_BYTES, group=group, device=device)
+            messages, wrong = messages_between(one, other, COPIED_BYTES, group=group, device=device)
             if messages and dist.get_rank() == one:
-                found.append({"one": one, "other": other, "messages": messages})
+                # What came wrong to the other has come back.
+                found.append({"one": one, "other": other, "messages": messages, "wrong": wrong})
     return found
 
 
@@ -116,14 +117,16 @@ def sum_rates(group: ProcessGroup, device: torch.device) -> Points:
     """Return the bus bandwidth of half an all-reduce over NCCL, by bytes.
 
     Raises:
-        ValueError: a sum of integers is wrong.
+        ValueError: a sum of integers is wrong; when all have been made, so that no rank waits for this one.
     """
-    world, found = dist.get_world_size(group), []
+    world, found, wrong = dist.get_world_size(group), [], []
     for num_bytes in SUM_BYTES:
         x = torch.ones(num_bytes // 4, dtype=torch.int32, device=device)
         dist.all_reduce(x, group=group)
         if not bool((x == world).all()):
-            raise ValueError(f"NCCL summed {num_bytes} bytes wrong over {world} ranks")
+            wrong.append(f"{num_bytes} bytes: {int((x != world).sum())} sums of ones are not {world}")
         seconds = _timed(lambda x=x: dist.all_reduce(x, group=group))  # type: ignore[misc]
         found.append((float(num_bytes), (world - 1) / world * num_bytes / (seconds / 2)))
+    if wrong:
+        raise ValueError(f"NCCL summed wrong over {world} ranks, {wrong[0]}")
     return found

@@ -72,13 +72,23 @@ def judge_clocks(apart: Sequence[Mapping[str, float]], host_of: Mapping[int, int
 
 
 def judge_network(pairs: Sequence[Mapping[str, Any]], has_infiniband: bool) -> list[MachineFinding]:
-    """Say latency and rate of messages between hosts; each pair has "hosts", "how" and "messages"."""
+    """Say latency and rate of messages between hosts, and whether they came right.
+
+    Args:
+        pairs: each with "hosts", "how", "messages", and "wrong", what came wrong, in words.
+        has_infiniband: whether any host has it.
+    """
     found = []
     for pair in pairs:
         name = f"host to host, {pair['how']}"
         where = places(pair["hosts"], "host")
         rate, text = _told(pair["messages"])
-        if rate < _LEAST_NETWORK_BYTES_PER_S:
+        if pair["wrong"]:
+            remedy = "ethtool -S INTERFACE; ibstat; dmesg | grep -iE 'mce|edac'   # a card, or memory, that is broken"
+            if pair["how"] == "NCCL":
+                remedy = f"export NCCL_NET_GDR_LEVEL=LOC   # until ACS is off or iommu=pt is on; else {remedy}"
+            found.append(change(name, "; ".join(pair["wrong"]), remedy=remedy, where=where))
+        elif rate < _LEAST_NETWORK_BYTES_PER_S:
             remedy = "export NCCL_SOCKET_IFNAME=... GLOO_SOCKET_IFNAME=...   # of `ip -br link` the fast one"
             if has_infiniband and pair["how"] == "NCCL":
                 remedy = "NCCL_DEBUG=INFO torchrun ...   # NET/Socket beside InfiniBand: look at ibstat, NCCL_IB_HCA"
@@ -93,7 +103,7 @@ def judge_pairs(pairs: Sequence[Mapping[str, Any]]) -> list[MachineFinding]:
 
     Args:
         pairs: each with "ranks", "how" (copy engine, kernel, NCCL), "rate" in bytes per second, "latency_s" or None,
-            and "wrong", whether bytes came wrong.
+            and "wrong", what came wrong in words, empty if nothing did.
     """
     found = []
     for how in dict.fromkeys(pair["how"] for pair in pairs):
@@ -101,12 +111,12 @@ def judge_pairs(pairs: Sequence[Mapping[str, Any]]) -> list[MachineFinding]:
         rates = [pair["rate"] for pair in of]
         usual = statistics.median(rates)
         text = f"{usual / 1e9:.1f}, the slowest of {len(of)} pairs {min(rates) / 1e9:.1f}"
-        wrong = [pair["ranks"] for pair in of if pair["wrong"]]
+        wrong = [pair for pair in of if pair["wrong"]]
         slow = [pair["ranks"] for pair in of if pair["rate"] < _LEAST_SHARE * usual]
         name = f"GPU to GPU, {how}"
         if wrong:
             remedy = "export NCCL_P2P_DISABLE=1 and --parallel.tp-comm plain   # until ACS is off or iommu=pt is on"
-            found.append(change(name, "bytes come wrong", remedy=remedy, where=_pairs(wrong)))
+            found.append(change(name, wrong[0]["wrong"], remedy=remedy, where=_pairs([of["ranks"] for of in wrong])))
         elif slow:
             remedy = "nvidia-smi topo -m; nvidia-smi nvlink --status   # a link is down, or leads another way"
             found.append(change(name, text, "GB/s", remedy=remedy, where=_pairs(slow)))

@@ -91,9 +91,16 @@ class StreamWaits:
         # Of each peer's newest wait: its epoch, and when it was first seen to wait.
         self._since: dict[int, tuple[int, float]] = {}
         self._calls: dict[int, int] = {}
+        self._unwatched_by: Exception | None = None
 
     def wait(self, stream: int, peers: Sequence[int], epoch: int, call: int) -> None:
-        """Let a stream wait until each of these ranks has published in call `epoch`, of the number `call`."""
+        """Let a stream wait until each of these ranks has published in call `epoch`, of the number `call`.
+
+        Raises:
+            RuntimeError: nobody gives up waits any more, which would have no limit.
+        """
+        if self._unwatched_by is not None:
+            raise RuntimeError(self._unwatched()) from self._unwatched_by
         # Who gives up names the call.
         self._calls[epoch] = call
         if len(self._calls) > _MOST_CALLS:
@@ -130,6 +137,21 @@ class StreamWaits:
             # The flag last: what runs behind it must find the poison.
             self._memory.write(stream, self._flag(peer), begun)
 
+    def leave_unwatched(self, error: Exception) -> None:
+        """Say that the thread ends by an error, and why; the next wait raises it.
+
+        It is printed too: a host that already waits for its device makes no call any more.
+        """
+        self._unwatched_by = error
+        print(f"tpkernels: {self._unwatched()}", file=sys.stderr, flush=True)
+
+    def _unwatched(self) -> str:
+        return (
+            f"rank {self._area.rank}: waits of the copy stream must be watched, since the driver's have no limit: the "
+            f"thread has ended by {type(self._unwatched_by).__name__}: {self._unwatched_by}: start the ranks again, "
+            'with waits="kernels" if it happens again'
+        )
+
     def reset(self) -> None:
         """Forget all waits; none may be under way."""
         self._words.zero_()
@@ -157,13 +179,18 @@ class StreamWaits:
 
 
 def _look_now_and_then(waits: weakref.ref[StreamWaits], seconds: float, device: torch.device) -> None:
-    torch.cuda.set_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     while True:
         time.sleep(seconds)
         strong = waits()
         if strong is None:
             return
-        strong.look()
+        try:
+            strong.look()
+        except Exception as error:  # the driver's; what it is nobody else would hear
+            strong.leave_unwatched(error)
+            return
         del strong
 
 

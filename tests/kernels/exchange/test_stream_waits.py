@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,6 +197,30 @@ def test_of_a_poisoned_group_no_stream_waits() -> None:
     assert not any(map(int, poison)), "who poisoned it has said so"
     one.waits.reset()
     assert not one.words.any()
+
+
+def test_an_error_of_the_driver_that_ends_the_thread_is_raised_at_the_next_call(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = Waiting()
+    epoch = one.call()
+    one.look_at(0.0)
+    one.now = LIMIT_SECONDS + 1
+    with monkeypatch.context() as patch:
+        patch.setattr(one.waits, "_memory", DriverMemory(Driver(719)))
+        one.waits.watch(torch.device("cpu"))
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "tpkernels-waits"]
+        thread.join()
+    said = "the thread has ended by RuntimeError: cuStreamWriteValue32 failed: 719"
+    with pytest.raises(RuntimeError, match=said) as caught:
+        one.waits.wait(0, [1], epoch + 1, 2)
+    assert "rank 0: waits of the copy stream must be watched" in str(caught.value) and caught.value.__cause__
+    assert said in capfd.readouterr().err, "a host that waits for its device hears of it too"
+    one.waits.reset()
+    with pytest.raises(RuntimeError, match=said):
+        one.waits.wait(0, [1], epoch + 1, 2)
+    one.arenas[0].word((PUBLISHED + 1) * LINE_WORDS).fill_(epoch)
+    one.streams.settle()
 
 
 def test_a_host_that_has_captured_a_call_does_not_know_epochs(monkeypatch: pytest.MonkeyPatch) -> None:

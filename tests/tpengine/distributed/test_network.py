@@ -44,6 +44,30 @@ def test_addresses_of_ipv6_are_listed_too(tmp_path: Path) -> None:
     assert addresses_by_interface(tmp_path / "absent") == addresses_by_interface(table)[:-1]
 
 
+def test_an_interface_with_ipv6_alone_is_known_by_its_global_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux may list that of the link first."""
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "fe80000000000000282f74fffe28e01e 02 40 20 80     eth7\n"
+        "fd000000000000000000000000000007 02 40 00 80     eth7\n"
+        "fe80000000000000282f74fffe28e01f 03 40 20 80     ib7\n"
+    )
+    listed = addresses_by_interface(table)
+    assert [address for name, address in listed if name == "eth7"] == ["fd00::7", "fe80::282f:74ff:fe28:e01e"]
+    monkeypatch.setattr(network, "addresses_by_interface", lambda: listed)
+    assert listening_address({GLOO_INTERFACE: "eth7"}, "", []) == ("fd00::7", "")
+    monkeypatch.setattr(network, "address_of_name", lambda: "fe80::282f:74ff:fe28:e01e")
+    monkeypatch.setattr(network, "address_towards", lambda _: "fd00::7")
+    assert listening_address({}, "fe80::282f:74ff:fe28:e01e", []) == ("fd00::7", "eth7")
+    assert listening_address({}, "fe80::282f:74ff:fe28:e01f", ["fd00::8"]) == ("fd00::7", "eth7")
+    for environ in ({GLOO_INTERFACE: "ib7"}, {}):
+        with pytest.raises(ValueError, match=r"ib7 of .* has fe80::282f:74ff:fe28:e01f alone.*give it a global") as of:
+            listening_address(environ, "fe80::282f:74ff:fe28:e01f", [])
+        assert "\n" not in str(of.value)
+
+
 @pytest.mark.parametrize(
     ("address", "is_own"),
     [("", True), ("127.0.1.1", True), ("::1", True), ("10.1.0.7", False), ("fd00::7", False)],

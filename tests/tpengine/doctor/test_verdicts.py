@@ -43,7 +43,7 @@ def test_clocks_are_apart_only_if_the_way_there_does_not_explain_it(
 
 
 def pair(ranks: tuple[int, int], rate: float = 3e11, **others: Any) -> dict[str, Any]:
-    return {"ranks": ranks, "how": "copy engine", "rate": rate, "latency_s": 2e-6, "wrong": False, **others}
+    return {"ranks": ranks, "how": "copy engine", "rate": rate, "latency_s": 2e-6, "wrong": "", **others}
 
 
 def test_a_slow_pair_and_wrong_bytes_are_named() -> None:
@@ -51,18 +51,25 @@ def test_a_slow_pair_and_wrong_bytes_are_named() -> None:
     assert is_fine(verdicts.judge_pairs(pairs))
     slow = the_change(verdicts.judge_pairs([*pairs, pair((0, 2), 2e10)]))
     assert slow.where == "ranks 0 and 2" and "nvlink" in slow.remedy
-    wrong = the_change(verdicts.judge_pairs([*pairs, pair((0, 2), wrong=True)]))
-    assert wrong.value == "bytes come wrong" and "NCCL_P2P_DISABLE" in wrong.remedy
+    wrong = the_change(verdicts.judge_pairs([*pairs, pair((0, 2), wrong="number 7 as 8")]))
+    assert (wrong.value, wrong.where) == ("number 7 as 8", "ranks 0 and 2") and "NCCL_P2P_DISABLE" in wrong.remedy
     # Each way is judged among its own: NCCL may be slower than copies.
     assert is_fine(verdicts.judge_pairs([*pairs, pair((0, 1), 2e10, how="NCCL")]))
 
 
 def test_a_network_below_ten_gigabits_is_said() -> None:
-    fast = {"hosts": [0, 1], "how": "NCCL", "messages": [(4096.0, 1e-5), (1.6e7, 1e-3)]}
+    fast = {"hosts": [0, 1], "how": "NCCL", "messages": [(4096.0, 1e-5), (1.6e7, 1e-3)], "wrong": []}
     slow = {**fast, "messages": [(4096.0, 1e-4), (1.6e7, 1e-1)]}
     assert is_fine(verdicts.judge_network([fast], True))
     assert "NCCL_IB_HCA" in the_change(verdicts.judge_network([slow], True)).remedy
     assert "NCCL_SOCKET_IFNAME" in the_change(verdicts.judge_network([slow], False)).remedy
+
+
+def test_wrong_bytes_between_hosts_are_said_before_how_fast_they_came() -> None:
+    pair = {"hosts": [0, 1], "how": "gloo", "messages": [(4096.0, 1e-5), (1.6e7, 1e-3)], "wrong": ["rank 2 got 7 as 8"]}
+    finding = the_change(verdicts.judge_network([pair], False))
+    assert finding.value == "rank 2 got 7 as 8" and finding.where == "hosts 0, 1" and "ethtool" in finding.remedy
+    assert "NCCL_NET_GDR_LEVEL" in the_change(verdicts.judge_network([{**pair, "how": "NCCL"}], False)).remedy
 
 
 def test_a_wrong_product_is_named_by_rank() -> None:
