@@ -143,7 +143,9 @@ def awaited(state: TrainState, what: object) -> dict[str, list[int]]:
         return _others({"tp": _members(mesh.tp), "pp": _members(mesh.pp), **replicas})
     if what.kind is Kind.TIE_REDUCE and mesh.ends is not None:
         return _others({"pp": _members(mesh.ends)})
-    ranks = _counting_together(state, what)
+    # Where tp ranks route tokens of their own, they sum what they count before replicas do.
+    counts_apart = mesh.ep is not None and not state.model.parts.is_exact and _sums_counts(state, what)
+    ranks = {"tp": _members(mesh.tp)} if counts_apart else {}
     for sub in what.subs or (what,):
         for axis, members in _of_started(state, sub).items():
             ranks.setdefault(axis, []).extend(members)
@@ -156,14 +158,6 @@ def _summed_within(state: TrainState, what: Action) -> dict[str, list[int]]:
         return {}
     summed = [sub for sub in what.posts if sub.kind is Kind.REDUCE and state.buckets[sub.index or 0].comm.arena is None]
     return {axis: members for sub in summed for axis, members in _of_started(state, sub).items()}
-
-
-def _counting_together(state: TrainState, what: Action) -> dict[str, list[int]]:
-    """Return the tp ranks that sum what their routers count, before replicas do, where each routes its own tokens."""
-    mesh = state.rank.mesh
-    if not _sums_counts(state, what) or mesh.ep is None or state.model.parts.is_exact:
-        return {}
-    return {"tp": _members(mesh.tp)}
 
 
 def _sums_counts(state: TrainState, started: Action) -> bool:
