@@ -89,7 +89,7 @@ BAD: list[tuple[str, str | None, int, list[str]]] = [
     ("--model.paths", "x", 1, ["unknown option --model.paths: perhaps you meant --model.path"]),
     ("--data.pth", "x", 1, ["unknown option --data.pth: perhaps you meant --data.path"]),
     ("--data.lr", "x", 1, ["unknown option --data.lr: perhaps you meant --optim.lr"]),
-    ("--parallel.cp", "2", 1, ["unknown option --parallel.cp: parallel has tp, pp, dp, ep, schedule,"]),
+    ("--parallel.cp", "2", 1, ["unknown option --parallel.cp: parallel has tp, pp, dp, ep, moe-load, schedule,"]),
     ("--model.num-experts", "8", 1, ["unknown option --model.num-experts: model has path, architecture,"]),
     ("--preset", "llama_7b", 1, ["llama_1b, llama_8b, llama_70b", "got 'llama_7b': use one of these"]),
     ("--zzzzzz", None, 1, ["unknown option --zzzzzz", "--help"]),

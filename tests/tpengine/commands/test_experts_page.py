@@ -1,4 +1,4 @@
-"""Rung: pure. The page of a mixture of experts: its commands are understood as they stand, its layout is legal."""
+"""Rung: pure. The page of a mixture of experts: its commands are understood as they stand, its layout fits."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ def test_the_page_as_it_stands(
     assert [name for _, name, *_ in commands] == ["data", "plan", "train", "watch", "export"]
     _, plan, train, _, export = (command[1:] for command in commands)
     assert main(plan) == 0
-    assert "tp 2 pp 1 dp 4 ep 8 zero 1 recompute block" in capsys.readouterr().out
+    assert "tp 4 pp 1 dp 2 ep 8 zero 1 recompute block" in capsys.readouterr().out
+    # The model that the page is about fits.
+    length = [train[train.index("--train.seq-len") + 1]]
+    assert main([*(word.replace("MODEL", "qwen3_30b_a3b") for word in plan), "--seq-len", *length]) == 0
+    assert "\nfits: " in capsys.readouterr().out
     assert train[1:3] == ["--nproc", "8"]
     config = parse_config(train[3:], 8)
     layout = config.parallel
-    assert (layout.tp, layout.pp, layout.dp, layout.ep, layout.zero) == (2, 1, 4, 8, 1)
+    assert (layout.tp, layout.pp, layout.dp, layout.ep, layout.zero) == (4, 1, 2, 8, 1)
     assert (config.train.balance, config.model.path, config.model.architecture) == ("loss", "MODEL", "qwen3_moe")
     assert export == ["export", config.run_dir, "--out", "TUNED"]

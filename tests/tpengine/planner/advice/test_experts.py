@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tpengine import commands
 from tpengine.cli import main
 from tpengine.config import Config, ParallelConfig, validate
 from tpengine.config.presets import tiny_moe
@@ -105,21 +104,6 @@ def test_the_commands_say_it(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     main(["schedule", *asked, "--ep", "4", "--pp", "1", "--moe-load", "1.5", "--draw", str(picture)])
     assert "4 ranks share the 8 experts" in capsys.readouterr().out
     assert "ep 4" in picture.read_text() and "1.50 times the mean" in picture.read_text()
-
-
-def test_the_layout_of_the_page_on_fine_tuning_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(commands.__file__).parent / "README.md").read_text()
-    (line,) = (line.split() for line in page.splitlines() if line.startswith("    tpengine plan --model MODEL"))
-    main([*(word.replace("MODEL", "qwen3_30b_a3b") for word in line[1:]), "--seq-len", "4096"])
-    out = capsys.readouterr().out
-    assert "\nfits: " in out
-    # What it is trained with is what was planned.
-    run_flags = out.partition("run it: ")[2]
-    trained = page.partition("tpengine train --nproc 8 --model.path MODEL")[2].partition("\n    tpengine watch")[0]
-    flags = [
-        " ".join(flag.split()) for flag in trained.replace("\\\n", " ").split("--") if flag.startswith("parallel.")
-    ]
-    assert len(flags) > 4 and all(f"--{flag}" in run_flags for flag in flags), (flags, run_flags)
 
 
 @pytest.mark.parametrize(
