@@ -166,12 +166,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(given: _RunArguments) -> RunResult:
     from tpengine.commands.arguments import exit_on_user_error, leave
     from tpengine.config import TrainConfig
+    from tpengine.distributed.launcher import is_started
     from tpengine.observe.watch import Watch
 
     result, activity = None, Activity()
     # The run directory's lock is held until here, or until this process ends, so that no other run writes there.
     with ExitStack() as held, exit_on_user_error(os.environ) as launch, Watch(launch.rank, activity) as watch:
-        os.environ.update(launch.variables())  # what srun said in other words
+        if is_started(launch, os.environ):
+            # What srun said in other words. A process alone is no rank, also when it has trained: it may start some.
+            os.environ.update(launch.variables())
         prepared, mistake = None, ""
         try:
             prepared = _prepare(launch, given, held)

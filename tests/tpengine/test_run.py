@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def test_each_form_of_a_configuration_gives_the_command_lines_bits(tmp_path: Pat
     assert len(want[0]) == 3 and len(want[1]) == 2
     tpengine.run(model=MODEL, train=TRAIN, device="cpu", run_dir=tmp_path / "keywords")
     assert left_by(tmp_path / "keywords") == want
+    # This process is no rank of a launcher's for having trained: --nproc may start ranks from here.
+    assert not {"RANK", "WORLD_SIZE"} & os.environ.keys()
     config = tpengine.Config(model=tpengine.ModelConfig(**MODEL), train=tpengine.TrainConfig(**TRAIN))
     (tmp_path / "run.toml").write_text(dump_toml(replace(config, device="cpu")))
     tpengine.run(tmp_path / "run.toml", run_dir=tmp_path / "file")
