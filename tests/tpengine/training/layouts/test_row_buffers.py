@@ -198,6 +198,16 @@ def test_with_room_for_all_rows_nothing_is_computed_twice(pool: RankPool, device
         assert "into buffers with room for all" in whole.said
 
 
+def decided_apart(config: Config) -> float:
+    """Rank 0 has memory for all rows, the other for none."""
+    decided = Decided(row_load=2.0 if dist.get_rank() == 0 else 0.0)
+    return Trainer(config, open_corpus(config), torch.device("cpu"), decided=decided).state.rank.comms.row_load
+
+
+def test_ranks_take_the_smallest_buffers(ranks: RankPool) -> None:
+    assert ranks.run(decided_apart, 2, config_with_experts(**LAYOUTS["dp 2"])) == [0.0, 0.0]
+
+
 @pytest.mark.slow
 def test_an_overflow_that_nobody_sees_is_noticed(interpreters: RankPool, count_mutations: CountMutations) -> None:
     exactly = of_layout(interpreters, "cpu", "dp 2", 0.0)

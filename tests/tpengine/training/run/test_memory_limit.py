@@ -208,6 +208,8 @@ def test_kernels_bring_rows_between_gpus_of_one_host() -> None:
     assert kernels_move_rows(config, launch, cuda)
     assert not kernels_move_rows(config, launch, CPU)
     assert not kernels_move_rows(config, Launch(0, 4, 0, 2), cuda)
+    # Symmetric memory is for 8 ranks.
+    assert not kernels_move_rows(asking(dp=16, ep=16), Launch(0, 16, 0, 16), cuda)
     others = (asking(tp_comm="plain"), asking(ep=1), exact, wide)
     assert [kernels_move_rows(other, launch, cuda) for other in others] == [False] * 4
     # Where they do not, no memory is set aside for them, and a load that was asked for is told to have no effect.
