@@ -2,9 +2,10 @@
 
 An operation of NCCL holds its processors from the moment it is started until it ends, also while it waits for another
 rank. A receive that is posted early waits for most of a step. Kernels of ours that wait for another rank's kernels (the
-fused matmuls of tp) hold theirs too. If both together want more than a GPU has, one that could go on may find no room:
-rank A's kernel waits for rank B's, which finds no room beside a receive that waits for rank A. So each group has a
-limit, and our kernels leave as many processors free as the groups that run beside them may hold together:
+fused matmuls of tp, those that bring rows to experts) hold theirs too. If both together want more than a GPU has, one
+that could go on may find no room: rank A's kernel waits for rank B's, which finds no room beside a receive that waits
+for rank A. So each group has a limit, and our kernels leave as many processors free as the groups that run beside them
+may hold together:
 
     group                       processors   beside our kernels
     pp, pp_backward                      2   yes: receives are posted early. Each direction of a pipeline has one
@@ -14,8 +15,8 @@ limit, and our kernels leave as many processors free as the groups that run besi
 
 The decision a reader will question: few processors cost bandwidth (`nccl_bytes_per_s_per_processor` of the planner's
 machines). Four keep up with a network card of 400 Gbit/s. Eight reach about a third of NVLink, and hide behind
-backward. With tp 1 no kernel of ours waits for another rank, so nothing can hang: dp takes what NCCL wants, and none is
-left free for it.
+backward. With tp 1 and ep 1 no kernel of ours waits for another rank, so nothing can hang: dp takes what NCCL wants,
+and none is left free for it.
 
 None of it was measured on several GPUs.
 """
@@ -94,7 +95,7 @@ def processors_of_groups(
     found = {"pp": PROCESSORS_OF_PIPELINE, "pp_backward": PROCESSORS_OF_PIPELINE, "dp_tp": few, "dp_replica": few}
     if users_limit:
         found |= {"pp": users_limit, "pp_backward": users_limit}
-    if axes.tp > 1:
+    if axes.tp > 1 or axes.ep > 1:
         replicas = users_limit or (PROCESSORS_ACROSS_HOSTS if spans_hosts else PROCESSORS_OF_REPLICAS)
         found |= {"dp": replicas, "edp": replicas}
     return {name: found[name] for name in sizes_of_groups(axes, kv_replicas) if name in found}
@@ -111,8 +112,8 @@ def reserved_processors(limits: Mapping[str, int]) -> int:
 def held_processors(axes: Axes, kv_replicas: int, limits: Mapping[str, int]) -> int:
     """Return how many processors NCCL may hold beside our kernels at once, also where it chooses itself.
 
-    That is what `reserved_processors` says where kernels of ours wait for other ranks. With tp 1 sums over replicas
-    have no limit: products then only have to allow for it (tpkernels/processors.py), and leave nothing free.
+    That is what `reserved_processors` says where kernels of ours wait for other ranks. Else sums over replicas have no
+    limit: products then only have to allow for it (tpkernels/processors.py), and leave nothing free.
 
     Args:
         axes, kv_replicas: as `sizes_of_groups`.
@@ -188,7 +189,7 @@ def words_of_nccl(version: tuple[int, ...], environ: Mapping[str, str], limits: 
         held = ", ".join(f"{name} {num}" for name, num in limits.items())
         parts.append(f"processors of groups at most {held}")
     if reserved := reserved_processors(limits):
-        parts.append(f"fused matmuls leave {reserved} free")
+        parts.append(f"kernels of ours leave {reserved} free")
     return ", ".join(parts)
 
 

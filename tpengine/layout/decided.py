@@ -14,12 +14,12 @@ from tpengine.plan import Residency
 
 @dataclass(frozen=True)
 class Decided:
-    """The decisions of a run, for all its phases; the same on all ranks.
+    """The decisions of a run, for all its phases.
 
     Attributes:
-        residency: how long gathered weights stay; None: as layout_of has it.
+        residency: how long gathered weights stay, the same on all ranks; None: as layout_of has it.
         row_load: for how many times the mean a rank's experts have buffers that kernels bring rows to; 0 for none: rows
-            travel at their exact number.
+            travel at their exact number. Ranks take the least that one of them has decided.
     """
 
     residency: Residency | None = None

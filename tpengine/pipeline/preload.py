@@ -12,7 +12,8 @@ Two things of a first step may wait for the whole GPU, or for another rank, wher
 So `connect` exchanges one number with every peer, in one group call for each direction. And `preload` runs the rank's
 list of actions once, without its transfers: small numbers stand for what would be received. This launches every kernel
 that the step launches while receives are posted, with the same shapes (but for experts' rows), gathers and reductions,
-whatever the schedule, ZeRO or exact mode do. The caller discards the gradients.
+whatever the schedule, ZeRO or exact mode do. The caller discards the gradients. Rows of experts that go into buffers
+and rows at their exact number have kernels of their own: before a step first changes over, its caller does it again.
 
 What is left: the clipping and the update, which come when every receive has been waited for. And evaluation, whose
 messages go in one direction only: a rank that waits for the device waits for ranks before it, never in a circle.

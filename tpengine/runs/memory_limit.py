@@ -11,6 +11,7 @@ from tpkernels.fused.kernels.counts_kernel import MOST_EXPERTS
 from tpkernels.launch import INTERPRETED
 from tpkernels.ops.matmul.kernel import KERNEL_DTYPES
 from tpkernels.symmetric.host_memory import available_bytes
+from tpkernels.symmetric.signals_kernel import MAX_WORLD
 
 from tpengine.config import Config
 from tpengine.distributed.launch import Launch
@@ -37,7 +38,8 @@ def decided_by_memory(config: Config, launch: Launch, device: torch.device) -> D
         device: where it computes.
 
     Returns:
-        The decisions; hosts with other limits may decide otherwise, which is said once the ranks have met.
+        The decisions. Hosts with other limits may decide otherwise: of buffers for rows all ranks take the least, other
+        differences are refused once the ranks have met.
 
     Raises:
         ValueError: the rank would hold more than there is: how much, where, and the nearest setting that fits.
@@ -55,7 +57,7 @@ def kernels_move_rows(config: Config, launch: Launch, device: torch.device) -> b
     """
     parallel, train = config.parallel, config.train
     return (
-        parallel.ep > 1
+        1 < parallel.ep <= MAX_WORLD
         and launch.local_world_size % parallel.ep == 0
         and (device.type == "cuda" or INTERPRETED)
         and train.reduction == "fast"

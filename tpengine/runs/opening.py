@@ -145,7 +145,8 @@ def _say_what_will_happen(
     config, device = state.part.config, state.rank.device
     exchange = "; ".join(filter(None, (state.rank.comms.describe(state.rank.mailbox), job.hosts.words())))
     attention = attention_taken(planned.config, device)
-    layout, plan = state.part.layout, state.part.plan
+    # As it has come: GPUs that cannot address each other's memory have no buffers.
+    layout, plan = replace(state.part.layout, row_load=state.rank.comms.row_load), state.part.plan
     by_plan = job.wings.bytes_per_rank(config, layout), job.wings.memory_of(config, layout, plan, device.type)
     show_plan(console, config, layout, plan, device, exchange, run_dir, *by_plan, job.shared_cores, attention)
     if said := zero_in_words(config.parallel):

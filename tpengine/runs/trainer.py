@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,7 +11,7 @@ from tpengine.checkpoint.rollbacks import left_out
 from tpengine.config import Config
 from tpengine.distributed.connect import GroupError
 from tpengine.distributed.mesh import Communicators, Shape, build_mesh, exchange_seconds
-from tpengine.distributed.process import link_device
+from tpengine.distributed.process import link_device, max_over_ranks
 from tpengine.layout.decided import Decided, rows_memory_bytes
 from tpengine.layout.parameters import kv_replicas
 from tpengine.layout.step_plan import evaluation_micro_batches, forward_plan
@@ -37,7 +38,8 @@ class Trainer:
         device: where this rank computes.
         trace: records what the executor runs; None records nothing.
         activity: told what this rank does; None if nothing watches it.
-        decided: what was decided where the configuration leaves it open, the same on all ranks.
+        decided: what was decided where the configuration leaves it open; of buffers for rows the least of all ranks'
+            counts, the rest is the same on all.
         draws: draw the initial weights. Without, they hold anything but in padding, until somebody loads them.
         corpora: the text of each phase (as data.open_corpora opens them); default `corpus` in all of them.
         packs_gradients: as layout_of; default on CUDA.
@@ -77,7 +79,8 @@ class Trainer:
         self.objective = resolved(objective, config.train)
         # Plan: who holds what, and the order of actions, in every phase.
         packs = device.type == "cuda" if packs_gradients is None else packs_gradients
-        self.planned = planned_run(config, corpus, corpora, decided or Decided(), packs)
+        decided = _of_all_ranks(decided or Decided(), device)
+        self.planned = planned_run(config, corpus, corpora, decided, packs)
         # Compare first: ranks that differ in layout could not make the groups below.
         self.planned.check_ranks(device)
         # Connect: the mesh, its groups and their communicators.
@@ -126,6 +129,12 @@ class Trainer:
     def position_after(self, step: int) -> SamplePosition:
         """Return where the run is, in the order of samples of a step's phase, after that step."""
         return self.position(step).after(self.planned.phases.at(step).samples_per_step)
+
+
+def _of_all_ranks(decided: Decided, device: torch.device) -> Decided:
+    """Return the decisions with the smallest buffers of all ranks: hosts may have other memory, or numbers of ranks."""
+    (least,) = max_over_ranks([-decided.row_load], device)
+    return replace(decided, row_load=abs(least))
 
 
 def _connect(planned: PlannedRun, device: torch.device, activity: Activity) -> RankContext:

@@ -88,12 +88,6 @@ class PlannedRun:
                     f"all ranks must have the same {name}: ranks {differing} differ from rank 0: start every rank with "
                     "the same version, command line and data"
                 )
-        loads = " ".join(str(part.layout.row_load) for part in self.parts)
-        if differing := differing_ranks(loads, device):
-            raise RunError(
-                f"all ranks must have buffers for as many rows of experts: ranks {differing} differ from rank 0 in the "
-                "memory that there is: say how many with --parallel.moe-load"
-            )
 
 
 def planned_run(

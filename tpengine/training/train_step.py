@@ -198,6 +198,8 @@ class TrainStep:
         self.executor.check(part.plan.actions[at])
         # A phase has shapes of its own, and so kernels of its own.
         self.preloads = must_preload(rank.mesh.pp)
+        # So have rows at their exact number, which buffers keep away until some have no room.
+        self._preloads_exact_rows = self.preloads and self.loads is not None and self.loads.buffers is not None
         # Preparing weights costs memory for two more copies of all matrices. It saves most over tp, where shards are
         # multiplied as they arrive. Without tp it saves some 2 % of a step: in a pipeline not worth the memory.
         # Exact mode must always multiply by prepared weights: other layouts give other bits. Weights that come and go
@@ -264,6 +266,7 @@ class TrainStep:
         result = self._result(step, tell)
         if self.loads is not None and self.loads.must_compute_again(result.loads):
             # The device has skipped the update: rows of experts were lost. Now with all of them.
+            self.preloads, self._preloads_exact_rows = self._preloads_exact_rows, False
             self._compute_again(step)
             activity.begin("ending the step with all ranks")
             result = replace(self._result(step, tell), is_second=True)

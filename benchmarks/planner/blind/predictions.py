@@ -11,9 +11,10 @@ from pathlib import Path
 
 from tpengine.config import Config, ModelConfig, validate
 from tpengine.files import write_beside
-from tpengine.planner.advice.question import ALLOCATOR_SHARE, Candidate, Question, candidates, shapes
+from tpengine.planner.advice.question import Candidate, Question, candidates, shapes
 from tpengine.planner.advice.sheets import Sheet
 from tpengine.planner.machine import Machine
+from tpengine.planner.modelled.memory import ALLOCATOR_SHARE
 
 
 @dataclass(frozen=True)

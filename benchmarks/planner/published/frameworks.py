@@ -34,7 +34,7 @@ from benchmarks.planner.published.engine import (
 )
 from benchmarks.planner.published.row import SCALING, Row, meaning_of, what_is_used
 from benchmarks.planner.published.sizes import Sizes, schedule_words
-from tpengine.planner.advice.question import ALLOCATOR_SHARE
+from tpengine.planner.modelled.memory import ALLOCATOR_SHARE
 
 _HOPPER_AND_LATER = ("h100", "h200", "h800", "b200", "b300", "mi3")
 _FRAMEWORKS_WITH_FLASH = (

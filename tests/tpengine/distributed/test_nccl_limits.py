@@ -32,14 +32,17 @@ from tpengine.distributed.nccl_limits import (
         (Shape(1, 2, 2, ep=4), 1, {"dp": 8, "dp_tp": 2}),
         (Shape(1, 4, 2, ep=4), 1, {"dp": 8, "dp_tp": 2, "edp": 8}),
         (Shape(1, 4, 2, ep=2), 1, {"dp": 8, "dp_tp": 2}),
+        # Kernels that bring rows to experts wait for other ranks, also where no matmul is fused.
+        (Shape(1, 8, 1, ep=8), 1, {"dp": 8}),
+        (Shape(2, 4, 1, ep=2), 1, {"pp": 2, "pp_backward": 2, "dp": 8, "edp": 8}),
     ],
 )
 def test_groups_have_limits(shape: Shape, replicas: int, expected: dict[str, int]) -> None:
     limits = processors_of_groups(shape, replicas)
     assert limits == expected
     assert reserved_processors(limits) == sum(expected.values())
-    # What fused matmuls are told: where no limit is needed, NCCL's own choice.
-    unlimited = MOST if shape.tp == 1 and shape.dp > 1 else 0
+    # What our kernels are told: where no limit is needed, NCCL's own choice.
+    unlimited = MOST if shape.tp == shape.ep == 1 < shape.dp else 0
     assert held_processors(shape, replicas, limits) == sum(expected.values()) + unlimited
 
 
@@ -94,7 +97,7 @@ def test_the_first_lines_say_how_nccl_is_used() -> None:
     words = words_of_nccl((2, 29, 3), nccl_variables({}, (2, 29, 3)), limits)
     assert words == (
         "NCCL 2.29.3, NCCL_LAUNCH_ORDER_IMPLICIT 1, CUDA_DEVICE_MAX_CONNECTIONS 32, processors of groups at most pp 2, "
-        "pp_backward 2, dp_tp 2, fused matmuls leave 6 free"
+        "pp_backward 2, dp_tp 2, kernels of ours leave 6 free"
     )
     assert "not there before 2.26" in words_of_nccl((2, 25, 1), {}, {})
 

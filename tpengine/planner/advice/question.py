@@ -19,6 +19,7 @@ from tpengine.config.rules import ZERO_OF_SLICED_WEIGHTS, legal_ep
 from tpengine.layout.groups import frozen_of
 from tpengine.plan import SCHEDULES, Gathered, Recompute, Residency
 from tpengine.planner.machine import Machine
+from tpengine.planner.modelled.memory import ALLOCATOR_SHARE
 
 # What of a layout may be fixed, by the name in ParallelConfig; micro_batch_size is of TrainConfig.
 AXES = (
@@ -36,8 +37,6 @@ AXES = (
     "micro_batch_size",
     "bucket_bytes",
 )
-# Of a GPU's memory: the driver's context, communication buffers, blocks that the allocator cannot use.
-ALLOCATOR_SHARE = 0.06
 # Where a schedule leaves the number of chunks open.
 _CHUNKS = (2, 3, 4, 6, 8)
 

@@ -9,9 +9,10 @@ from typing import Any
 from tpengine.config import Config, ParallelConfig, num_blocks, num_shards_of
 from tpengine.config.rules import zero_in_words
 from tpengine.planner.advice.changes import ChangedQuestion
-from tpengine.planner.advice.question import ALLOCATOR_SHARE, Question
+from tpengine.planner.advice.question import Question
 from tpengine.planner.advice.search import Row, SearchResult, TooLarge
 from tpengine.planner.advice.sheets import Sheet, StepParts, days_text, exchange_lines, gigabytes, seconds_text
+from tpengine.planner.modelled.memory import ALLOCATOR_SHARE
 
 # Parts in the order in which they are told, by their names in StepParts.
 _NAMES: Mapping[str, str] = {

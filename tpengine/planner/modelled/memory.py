@@ -25,6 +25,8 @@ from tpengine.planner.memory import memory_curve, slot_bytes
 from tpengine.planner.modelled.caches import prepared_bytes
 from tpengine.planner.modelled.costs import communicator_bytes, model_costs
 
+# Of a GPU's memory: the driver's context, communication buffers, blocks that the allocator cannot use.
+ALLOCATOR_SHARE = 0.06
 # Where the worst case does not fit: a router that is balanced by a loss or a bias stays below, in most steps.
 USUAL_ROW_LOAD = 2.0
 _LOAD_STEP = 0.01
@@ -197,8 +199,10 @@ def decided_that_fits(config: Config, limit: int, rank: int, device: str, moves_
     row_load = decided_row_load(planned, limit, machine) if moves_rows else 0.0
     for number, (of_phase, layout, plan) in enumerate(planned, 1):
         where = f"in phase {number} " if len(phases) > 1 else ""
-        needed = memory_of(of_phase, replace(layout, row_load=row_load), plan, machine)
-        _check_fits(of_phase, needed[rank // (layout.dp * layout.tp)], limit, rank, machine, where, row_load)
+        # First without buffers: so what is refused with them would fit without.
+        for load in sorted({0.0, row_load}):
+            needed = memory_of(of_phase, replace(layout, row_load=load), plan, machine)
+            _check_fits(of_phase, needed[rank // (layout.dp * layout.tp)], limit, rank, machine, where, load)
     return Decided(residency, row_load)
 
 
@@ -206,7 +210,9 @@ def decided_row_load(planned: Sequence[tuple[Config, Layout, Plan]], limit: int,
     """Return for how many times the mean number of rows a rank's experts have buffers; 0 for none.
 
     As asked with parallel.moe_load; else the worst case, in which one rank's experts get all rows, if every phase fits
-    into memory with it; else USUAL_ROW_LOAD if that fits; else none, and rows travel at their exact number.
+    into memory with it; else USUAL_ROW_LOAD if that fits; else none, and rows travel at their exact number. Nobody has
+    asked for buffers, so they leave ALLOCATOR_SHARE of what there is: a run that fits without them must not end by
+    them. A limit that was asked for is filled.
 
     Args:
         planned: configuration, layout and plan of each phase.
@@ -216,10 +222,11 @@ def decided_row_load(planned: Sequence[tuple[Config, Layout, Plan]], limit: int,
     parallel = planned[0][0].parallel
     if parallel.moe_load:
         return min(parallel.moe_load, float(parallel.ep))
+    room = limit if parallel.memory_limit else limit * (1 - ALLOCATOR_SHARE)
 
     def fits(load: float) -> bool:
         return not limit or all(
-            rank.peak <= limit
+            rank.peak <= room
             for config, layout, plan in planned
             for rank in memory_of(config, replace(layout, row_load=load), plan, machine)
         )
@@ -268,6 +275,7 @@ def _check_fits(
         even = "with experts used evenly " if config.parallel.ep > 1 else ""
         if row_load:
             even = f"with buffers for {row_load:g} times the mean of experts' rows "
+            remedy = "use --parallel.moe-load 0, which makes buffers of what memory is left"
         where = "--parallel.memory-limit" if config.parallel.memory_limit else "what there is"
         raise ValueError(
             f"a rank's memory must be enough: by the plan {when}{even}rank {rank} would hold "

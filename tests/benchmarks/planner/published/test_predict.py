@@ -18,8 +18,8 @@ from benchmarks.planner.published.row import Row
 from benchmarks.planner.published.sizes import Sizes
 from tpengine.plan import Chunk, Kind, Reduced, TensorSpec, Weights, clock, lower, verify
 from tpengine.planner import simulate
-from tpengine.planner.advice.question import ALLOCATOR_SHARE
 from tpengine.planner.machine import MACHINES
+from tpengine.planner.modelled.memory import ALLOCATOR_SHARE
 
 # A small GPT on 8 GPUs, as a table has it.
 GPT = {

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import CountMutations
 from support.engine.parity import config_of
 from support.ranks.gpu_ranks import needs_gpu
@@ -27,6 +28,7 @@ from tpengine.data import open_corpus
 from tpengine.layers import row_buffers
 from tpengine.layout.decided import Decided
 from tpengine.runs.trainer import Trainer
+from tpengine.training import train_step
 from tpengine.training.expert_loads import ExpertLoads
 from tpengine.training.spikes import StepResult
 
@@ -89,6 +91,8 @@ def trained(
             patch.setattr(ExpertLoads, name, by)
         patch.setattr(row_buffers, "exchange_bounded_counts", counting("bounded", bounded_rows.exchange_bounded_counts))
         patch.setattr(row_buffers, "exchange_counts", counting("exact", exact.exchange_counts))
+        # As over NCCL: pipelines first launch every kernel once.
+        patch.setattr(train_step, "must_preload", lambda group: dist.get_world_size(group) > 1)
         trainer = Trainer(config, open_corpus(config), torch.device(device), decided=Decided(row_load=row_load))
         comms = trainer.state.rank.comms
         said = comms.describe(trainer.state.rank.mailbox)
@@ -139,6 +143,11 @@ def calls_of(layout: str) -> int:
     return config.train.num_micro_batches * config.model.num_layers // (config.parallel.pp or 1)
 
 
+def preloads(layout: str) -> bool:
+    """Whether ranks run the plan once before, over NCCL: those of a pipeline."""
+    return LAYOUTS[layout]["pp"] > 1
+
+
 def in_slow(layout: str) -> Any:
     return layout if layout in FAST else pytest.param(layout, marks=pytest.mark.slow)
 
@@ -169,7 +178,9 @@ def test_a_step_whose_rows_do_not_fit_is_computed_again(pool: RankPool, device: 
         assert [result.is_second for result in part.results] == twice and twice[0]
         assert not any(result.skipped for result in part.results)
         num_exact = STEPS - sum(use_buffers) + sum(twice)
-        assert (part.bounded, part.exact) == (sum(use_buffers) * calls_of(layout), num_exact * calls_of(layout))
+        # In a pipeline each way has been run once before, so that nothing is loaded while receives are posted.
+        passes = [number + preloads(layout) for number in (sum(use_buffers), num_exact)]
+        assert [part.bounded, part.exact] == [number * calls_of(layout) for number in passes]
         # After the hot step rows fit again.
         assert layout not in FAST or use_buffers == [True, False, True]
         assert "into buffers with room for 1.75 times the mean" in part.said
@@ -182,9 +193,19 @@ def test_with_room_for_all_rows_nothing_is_computed_twice(pool: RankPool, device
     exactly, roomy = (of_layout(pool, device, layout, row_load) for row_load in (0.0, 8.0))
     for without, whole in zip(exactly, roomy, strict=True):
         assert same_numbers(without, whole)
-        assert (whole.bounded, whole.exact) == (STEPS * calls_of(layout), 0)
+        assert (whole.bounded, whole.exact) == ((STEPS + preloads(layout)) * calls_of(layout), 0)
         assert not any(result.is_second or result.loads["expert_rows_over"] for result in whole.results)
         assert "into buffers with room for all" in whole.said
+
+
+def decided_apart(config: Config) -> float:
+    """Rank 0 has memory for all rows, the other for none."""
+    decided = Decided(row_load=2.0 if dist.get_rank() == 0 else 0.0)
+    return Trainer(config, open_corpus(config), torch.device("cpu"), decided=decided).state.rank.comms.row_load
+
+
+def test_ranks_take_the_smallest_buffers(ranks: RankPool) -> None:
+    assert ranks.run(decided_apart, 2, config_with_experts(**LAYOUTS["dp 2"])) == [0.0, 0.0]
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from tpengine.layout.step_plan import layout_of, training_plan
 from tpengine.plan import Residency
 from tpengine.planner.machine import CPU_CORE
 from tpengine.planner.modelled.memory import (
+    ALLOCATOR_SHARE,
     USUAL_ROW_LOAD,
     decided_residency,
     decided_row_load,
@@ -160,7 +161,7 @@ def test_a_run_that_goes_on_without_balance_bias_says_what_becomes_of_the_biases
 
 
 def test_buffers_of_rows_are_as_large_as_memory_allows() -> None:
-    config = shared_config()
+    config = shared_config(1)
     layout = layout_of(config)
     planned = [(config, layout, training_plan(config, layout))]
 
@@ -172,6 +173,10 @@ def test_buffers_of_rows_are_as_large_as_memory_allows() -> None:
     assert decided_row_load(planned, 0, CPU_CORE) == decided_row_load(planned, peak(4.0), CPU_CORE) == 4.0
     assert decided_row_load(planned, peak(4.0) - 1, CPU_CORE) == USUAL_ROW_LOAD
     assert decided_row_load(planned, peak(USUAL_ROW_LOAD) - 1, CPU_CORE) == 0.0
+    # Nobody has said how much is for this run: then libraries and the allocator keep their share.
+    unasked = [(limited(config, 0), *planned[0][1:])]
+    assert decided_row_load(unasked, peak(4.0), CPU_CORE) == USUAL_ROW_LOAD
+    assert decided_row_load(unasked, int(peak(4.0) / (1 - ALLOCATOR_SHARE)) + 1, CPU_CORE) == 4.0
     # What they take is in the sheet: the rows themselves, and the memory that they move through.
     (even,), (full,) = (memory_of(*planned[0]), memory_of(config, replace(layout, row_load=4.0), planned[0][2]))
     assert even.rows == 0 < full.rows == rows_memory_bytes(config, replace(layout, row_load=4.0))
@@ -180,8 +185,12 @@ def test_buffers_of_rows_are_as_large_as_memory_allows() -> None:
     # As asked: then it must fit.
     asked = replace(config, parallel=replace(config.parallel, moe_load=3.0, memory_limit=peak(3.0)))
     assert decided_that_fits(asked, peak(3.0), 0, "cpu", moves_rows=True) == Decided(Residency.STEP, 3.0)
-    with pytest.raises(ValueError, match="with buffers for 3 times the mean of experts' rows rank 0 would hold"):
+    too_many = r"with buffers for 3 times the mean of experts' rows rank 0 would hold .*: use --parallel\.moe-load 0,"
+    with pytest.raises(ValueError, match=too_many):
         decided_that_fits(asked, peak(3.0) - 1, 0, "cpu", moves_rows=True)
+    # What would not fit without them either is not their fault.
+    with pytest.raises(ValueError, match=r"with experts used evenly rank 0 .*: use --parallel\.zero 1"):
+        decided_that_fits(asked, peak(0.0) - 1, 0, "cpu", moves_rows=True)
     assert (
         "memory by the plan is that of buffers for 3 times the mean of rows, and is enough at every load"
         in (said_of_experts(config, replace(layout, row_load=3.0), 4.0)[0])
@@ -199,6 +208,8 @@ def test_kernels_bring_rows_between_gpus_of_one_host() -> None:
     assert kernels_move_rows(config, launch, cuda)
     assert not kernels_move_rows(config, launch, CPU)
     assert not kernels_move_rows(config, Launch(0, 4, 0, 2), cuda)
+    # Symmetric memory is for 8 ranks.
+    assert not kernels_move_rows(asking(dp=16, ep=16), Launch(0, 16, 0, 16), cuda)
     others = (asking(tp_comm="plain"), asking(ep=1), exact, wide)
     assert [kernels_move_rows(other, launch, cuda) for other in others] == [False] * 4
     # Where they do not, no memory is set aside for them, and a load that was asked for is told to have no effect.
