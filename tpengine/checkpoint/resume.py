@@ -425,8 +425,8 @@ def _check_same_data(directory: Path, saved: str, now: str) -> None:
 
 
 _REMEDIES = {
-    "model.details.router_bias": "keep --train.balance bias if it was so: that bias is one of the run's weights, and a "
-    "run without cannot get one",
+    "model.details.router_bias": "routers have biases from the first step on, or never: use --train.balance none or "
+    "loss if it was saved with False, bias if with True",
     "the number of samples read": "give the phases until then the steps and batches that they had",
     "the phase that began its order of samples": "give it the phases until then that it had",
     "samples per step": "choose --train.micro-batch-size and --train.num-micro-batches so that times dp they are that",

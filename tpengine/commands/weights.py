@@ -157,6 +157,8 @@ def export(run: Path, step: int | None, out: Path, dtype: str | None = None, own
     """
     if dtype is not None and dtype not in FILE_NAMES:
         raise ValueError(f"--dtype must be one of {', '.join(FILE_NAMES)}: got {dtype!r}: use float32")
+    if not (run / "config.toml").is_file():
+        raise ValueError(f"an export needs the directory of a run: {run} has no config.toml: check the path")
     config = saved_config(str(run), own)
     if lacks_bias(config.model):
         raise ValueError(
@@ -257,7 +259,7 @@ def config_json(config: Config, run: Path) -> dict[str, Any]:
     else:
         raise ValueError(
             f"an export needs the config.json of its architecture: {run} began from none, and has architecture "
-            f"{model.architecture}: put one into {run}"
+            f"{model.architecture}: put one of this model's sizes into {run}"
         )
     blocks = (architecture_of(model).block(model, layer) for layer in range(model.num_layers))
     if any(part.is_rotary() for block in blocks for part in block.values()):

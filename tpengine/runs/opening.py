@@ -189,7 +189,7 @@ def said_of_experts(config: Config, layout: Layout, most_load: float) -> list[st
     if lacks_bias(config.model):
         said.append(
             f"no export: files of {config.model.architecture} have no place for the biases of --train.balance bias; "
-            "a run that begins with --train.balance loss can be exported"
+            "a run that begins with --train.balance loss can be exported, by a config.json in its directory"
         )
     return said
 

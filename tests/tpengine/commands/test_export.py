@@ -138,6 +138,8 @@ def test_what_cannot_be_exported_is_refused(
     ):
         assert main(["export", str(tmp_path / "run"), *arguments]) == 2
         assert said in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
+    assert "an export needs the directory of a run" in capsys.readouterr().err
     file = next((tmp_path / "run" / "checkpoints").rglob("*.safetensors"))
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
