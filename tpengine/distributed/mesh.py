@@ -31,6 +31,7 @@ from tpkernels.exchange.arena import exchange_bytes
 from tpkernels.exchange.communicator import Communicator
 from tpkernels.exchange.mailbox import Mailbox
 from tpkernels.fused.bounded_rows import can_bound
+from tpkernels.fused.kernels.counts_kernel import slots_bytes
 from tpkernels.launch import accumulation_dtype
 
 from tpengine.config import Config, ParallelConfig
@@ -329,6 +330,7 @@ class Communicators:
             # Nothing else moves between them: no matmul is fused.
             return by_kernels(group, row_bytes, "plain")
 
+        row_bytes = _with_counts(row_bytes, config)
         rows_through_memory = config.train.reduction == "fast"
         tp, dp = for_matmuls(mesh.tp), for_sums(mesh.dp)
         ep, edp = (None, None) if mesh.ep is None else (tp, dp)
@@ -431,6 +433,12 @@ class Communicators:
         """Return the communicators by the names of their groups, in the order in which all ranks connect them."""
         names = "tp", "pp", "pp_backward", "dp", "replica", "dp_tp", "dp_replica", "ends", "ep", "edp"
         return {name: comm for name in names if (comm := getattr(self, name)) is not None}
+
+
+def _with_counts(row_bytes: int, config: Config) -> int:
+    """Return what rows of experts need, or their counts: of few tokens and many experts these need more; 0 of none."""
+    # Two generations each.
+    return row_bytes and max(row_bytes, 2 * slots_bytes(config.model.details.num_experts, config.parallel.ep))
 
 
 def _words_of_nccl(mesh: Mesh) -> str:

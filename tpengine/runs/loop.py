@@ -234,7 +234,9 @@ def _loop(run: _Run) -> tuple[RunResult, Uploads | None]:
                     _write(writer, progress, record)
                 if result.is_second:
                     num_second += 1
-                    say(_why_second(step, result, state, num_second))
+                    # Said less and less often: a load may swing around what there is room for.
+                    if num_second.bit_count() == 1:
+                        say(_why_second(step, result, state, num_second))
                 profiler.end(step, seconds)
                 # React: to a text that has changed, a step that leaps or was skipped, a signal to stop, what is due.
                 if content_flag:

@@ -330,8 +330,8 @@ def _slow_link(fault: Fault) -> Iterator[list[SlowLink]]:
         yield links
         return
 
-    def slow(mesh: Any, config: Config, device: torch.device) -> Communicators:
-        comms = make(mesh, config, device)
+    def slow(*given: Any) -> Communicators:
+        comms = make(*given)
         link = SlowLink(comms.dp, fault)
         links.append(link)
         same = {f.name: link for f in fields(comms) if f.name != "tp" and getattr(comms, f.name) is comms.dp}
